@@ -1,0 +1,155 @@
+"""The core's host protocols on ComfyUI: the only file that imports ComfyUI's internals.
+
+Written to what 0.9.2 has. Anything newer is looked up before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import comfy.cli_args
+import comfy.model_management
+import comfy.utils
+import folder_paths
+import torch
+from PIL import Image
+
+from ..lowmem_core.errors import RequestError
+from ..lowmem_core.frames import to_uint8
+from ..lowmem_core.host import Host
+
+PREVIEW_SIZE = 512
+
+
+class ComfyProgress:
+    """The bar and the preview on a node.
+
+    Args:
+        node_id: The node that runs, which may be inside a subgraph ("5:12").
+    """
+
+    def __init__(self, node_id: str | None) -> None:
+        self._node_id = node_id
+        self._bar: Any = None
+        self._phase = ""
+
+    def update(self, done: int, total: int, phase: str) -> None:
+        """Move the bar; each phase starts a new one."""
+        if self._bar is None or phase != self._phase:
+            self._bar = comfy.utils.ProgressBar(total, node_id=self._node_id)
+            self._phase = phase
+        self._bar.update_absolute(done, total)
+
+    def preview(self, frame: torch.Tensor) -> None:
+        """Show ``frame``, ``[H, W, 3]`` float RGB in 0..1 on the CPU, beside the bar."""
+        if self._bar is None:
+            return
+        image = Image.fromarray(to_uint8(frame).numpy())
+        self._bar.update_absolute(self._bar.current, preview=("JPEG", image, PREVIEW_SIZE))
+
+
+class ComfyInterrupt:
+    """ComfyUI's stop button. Its exception is a BaseException on newer hosts: clean up in ``finally``."""
+
+    def check(self) -> None:
+        """Raise ComfyUI's interrupt exception if the user asked to stop."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+class ComfyDevices:
+    """The device ComfyUI gives to VAEs, shared with the models that ComfyUI keeps there."""
+
+    @property
+    def compute(self) -> torch.device:
+        """The device that computes; the CPU under ``--cpu`` and ``--cpu-vae``."""
+        return torch.device(comfy.model_management.vae_device())
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes we can have: free ones and those of models that ``make_room`` can evict."""
+        device = self.compute
+        if device.type == "cpu":
+            return None
+        free = comfy.model_management.get_free_memory(device)
+        evictable = sum(
+            loaded.model_loaded_memory()
+            for loaded in comfy.model_management.current_loaded_models
+            if loaded.device == device and not loaded.is_dead()
+        )
+        return int(max(0, free + evictable - comfy.model_management.extra_reserved_memory()))
+
+    def make_room(self, nbytes: int) -> None:
+        """Let ComfyUI evict its models until ``nbytes`` and its own reserve are free."""
+        management = comfy.model_management
+        management.free_memory(nbytes + management.extra_reserved_memory(), self.compute)
+        management.soft_empty_cache()
+
+
+def comfy_host(node_id: str | None) -> Host:
+    """Return the services of this ComfyUI for the node ``node_id``."""
+    return Host(ComfyDevices(), ComfyProgress(node_id), ComfyInterrupt())
+
+
+def vae_names() -> list[str]:
+    """Return the files that ComfyUI finds in its ``vae`` folders."""
+    return list(folder_paths.get_filename_list("vae"))
+
+
+def vae_path(name: str) -> Path:
+    """Return the file that ``name`` stands for, which must lie in a ``vae`` folder.
+
+    Raises:
+        RequestError: There is no such file there.
+    """
+    path = folder_paths.get_full_path("vae", name)
+    if path is None:
+        raise RequestError(
+            "there is no such VAE file",
+            need="a file in a models/vae folder",
+            have=repr(name),
+            remedy="Put the file there and refresh the node definitions (key R).",
+        )
+    return Path(path)
+
+
+class SaveTarget(NamedTuple):
+    """Where a file goes: its path, and how ComfyUI's pages name it."""
+
+    path: Path
+    subfolder: str
+
+
+def prefix_problem(prefix: str) -> str | None:
+    """Return why ``prefix`` cannot name a file below the output folder, or None if it can."""
+    base = Path(os.path.abspath(folder_paths.get_output_directory()))
+    target = Path(os.path.abspath(base / prefix))
+    if base in target.parents:
+        return None
+    return f"filename_prefix {prefix!r} leaves the output folder. Use a name like 'video/lowmem'."
+
+
+def save_target(prefix: str, destination: str, width: int, height: int) -> SaveTarget:
+    """Return the next free mp4 name for ``prefix`` in ComfyUI's output or temp folder.
+
+    Raises:
+        RequestError: The prefix leaves that folder.
+    """
+    problem = prefix_problem(prefix)
+    if problem is not None:
+        raise RequestError(problem.rstrip("."))
+    base = folder_paths.get_temp_directory() if destination == "temp" else folder_paths.get_output_directory()
+    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, base, width, height)
+    return SaveTarget(Path(folder) / f"{name}_{counter:05}_.mp4", subfolder)
+
+
+def workflow_metadata(prompt: Any, extra_pnginfo: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what makes a dropped mp4 restore its workflow; nothing under ``--disable-metadata``."""
+    if comfy.cli_args.args.disable_metadata:
+        return {}
+    fields = dict(extra_pnginfo or {})
+    if prompt is not None:
+        fields["prompt"] = prompt
+    return {key: json.dumps(value) for key, value in fields.items()}

@@ -1,0 +1,221 @@
+"""The pack in a running ComfyUI server, driven through its HTTP interface as a script would."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+
+START_S = 180.0
+RUN_S = 120.0
+FLAGS = [
+    "--cpu",
+    "--disable-auto-launch",
+    "--disable-api-nodes",
+    "--database-url=sqlite:///:memory:",
+    "--disable-all-custom-nodes",
+    "--whitelist-custom-nodes=lowmem",
+]
+
+
+class ComfyServer:
+    """A ComfyUI server on a free port of this machine.
+
+    Args:
+        comfyui_path: The checkout.
+        base: Its base directory, with our pack in ``custom_nodes``.
+    """
+
+    def __init__(self, comfyui_path: Path, base: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.base = base
+        self.log = base / "server.log"
+        command = [sys.executable, "main.py", *FLAGS, "--port", str(self.port), "--base-directory", str(base)]
+        with self.log.open("wb") as log:
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+            self.process = subprocess.Popen(
+                command, cwd=comfyui_path, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+
+    def call(self, path: str, payload: Any = None) -> Any:
+        """GET ``path``, or POST ``payload`` to it, and return the JSON answer."""
+        data = None if payload is None else json.dumps(payload).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            body = answer.read()
+        return json.loads(body) if body else None
+
+    def wait_until_ready(self) -> None:
+        """Return when the server answers; show its log if it ends instead."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                self.call("/system_stats")
+            except OSError:
+                time.sleep(0.5)
+            else:
+                return
+        pytest.fail(f"the server did not start:\n{self.log.read_text(errors='replace')[-4000:]}")
+
+    def post(self, prompt: dict[str, Any]) -> str:
+        """Queue ``prompt`` and return its id."""
+        workflow = {"extra_pnginfo": {"workflow": {"nodes": []}}}
+        return str(self.call("/prompt", {"prompt": prompt, "extra_data": workflow})["prompt_id"])
+
+    def finished(self, prompt_id: str) -> dict[str, Any]:
+        """Wait for the prompt and return its history entry."""
+        deadline = time.monotonic() + RUN_S
+        while time.monotonic() < deadline:
+            history = self.call(f"/history/{prompt_id}")
+            if prompt_id in history:
+                return dict(history[prompt_id])
+            time.sleep(0.1)
+        pytest.fail(f"the prompt did not finish:\n{self.log.read_text(errors='replace')[-4000:]}")
+
+    def stop(self) -> None:
+        """End the server."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def server(comfyui_path: Path, base_directory: Path) -> Iterator[ComfyServer]:
+    """Return a server that is ready."""
+    started = ComfyServer(comfyui_path, base_directory)
+    try:
+        started.wait_until_ready()
+        yield started
+    finally:
+        started.stop()
+
+
+def prompt_of(latent: str = "lowmem_tiny.latent", **changes: Any) -> dict[str, Any]:
+    """Return the example workflow in API format, with changed widgets of the decode node."""
+    decode = {
+        "samples": ["1", 0],
+        "vae": ["2", 0],
+        "fps": 16.0,
+        "codec": "h264",
+        "crf": 18,
+        "bit_depth": "8",
+        "filename_prefix": "video/server",
+        "destination": "output",
+        "tiling": "auto",
+        "tile_size": 256,
+    }
+    loader = {"vae_name": "wan_2.1_vae_tiny.safetensors", "dtype": "auto"}
+    return {
+        "1": {"class_type": "LoadLatent", "inputs": {"latent": latent}},
+        "2": {"class_type": "LowmemWanVAELoader", "inputs": loader},
+        "3": {"class_type": "LowmemWanStreamingDecode", "inputs": decode | changes},
+    }
+
+
+def save_latent(path: Path, frames: int, side: int) -> None:
+    """Write a random Wan latent as ComfyUI's Save Latent does."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        "latent_tensor": torch.randn(1, 16, frames, side, side),
+        "latent_format_version_0": torch.tensor([0]),
+    }
+    save_file(tensors, path)
+
+
+def test_the_pack_loads_without_complaint(server: ComfyServer) -> None:
+    """No import failed, and no traceback passes through our files."""
+    log = server.log.read_text(errors="replace")
+    assert "IMPORT FAILED" not in log
+    assert "custom_nodes/lowmem/" not in log
+    assert "LowmemWanStreamingDecode" in server.call("/object_info")
+
+
+def test_a_prompt_becomes_an_mp4(server: ComfyServer) -> None:
+    """The history names the file, and the file plays and carries its workflow."""
+    prompt = prompt_of()
+    entry = server.finished(server.post(prompt))
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    saved = entry["outputs"]["3"]["images"][0]
+    with av.open(str(server.base / saved["type"] / saved["subfolder"] / saved["filename"])) as container:
+        assert sum(1 for _ in container.decode(video=0)) % 4 == 1
+        found = json.loads(container.metadata["prompt"])
+        assert {key: node["inputs"] for key, node in found.items()} == {
+            key: node["inputs"] for key, node in prompt.items()
+        }
+        assert json.loads(container.metadata["workflow"]) == {"nodes": []}
+
+
+def test_the_video_is_served_to_the_page(server: ComfyServer) -> None:
+    """The preview can be played by the browser."""
+    saved = server.finished(server.post(prompt_of(crf=19)))["outputs"]["3"]["images"][0]
+    query = f"filename={saved['filename']}&subfolder={saved['subfolder']}&type={saved['type']}"
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/view?{query}", timeout=30) as answer:
+        assert answer.headers["Content-Type"] == "video/mp4"
+
+
+def test_other_video_nodes_take_the_output(server: ComfyServer) -> None:
+    """Save Video copies the finished file."""
+    prompt = prompt_of(destination="temp", crf=20)
+    saver = {"video": ["3", 0], "filename_prefix": "video/copy", "format": "auto", "codec": "auto"}
+    prompt["4"] = {"class_type": "SaveVideo", "inputs": saver}
+    entry = server.finished(server.post(prompt))
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    assert (server.base / "output" / "video" / "copy_00001_.mp4").stat().st_size > 0
+
+
+def test_the_core_vae_loader_fits_too(server: ComfyServer) -> None:
+    """One socket takes both kinds of VAE."""
+    prompt = prompt_of(filename_prefix="video/core_vae")
+    prompt["2"] = {"class_type": "VAELoader", "inputs": {"vae_name": "wan_2.1_vae_tiny.safetensors"}}
+    entry = server.finished(server.post(prompt))
+    assert entry["status"]["status_str"] == "success", entry["status"]
+
+
+def test_a_bad_prefix_is_refused_before_the_run(server: ComfyServer) -> None:
+    """The answer is 400 and says what is wrong with the name."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        server.post(prompt_of(filename_prefix="../outside"))
+    assert caught.value.code == 400
+    assert "leaves the output folder" in caught.value.read().decode()
+
+
+def test_interrupt_stops_the_run_and_the_next_one_works(server: ComfyServer) -> None:
+    """The stop button ends a long decode soon, leaves no file, and breaks nothing."""
+    save_latent(server.base / "input" / "long.latent", frames=400, side=48)
+    prompt_id = server.post(prompt_of("long.latent", filename_prefix="long/clip"))
+    folder = server.base / "output" / "long"
+    deadline = time.monotonic() + RUN_S
+    while not (folder.is_dir() and any(folder.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    server.call("/interrupt", {})
+    messages = [name for name, _ in server.finished(prompt_id)["status"]["messages"]]
+    assert "execution_interrupted" in messages
+    assert list(folder.glob("clip_0*_.mp4")) == []
+    assert server.finished(server.post(prompt_of(crf=21)))["status"]["status_str"] == "success"
+
+
+def test_the_log_holds_no_warning_of_ours(server: ComfyServer) -> None:
+    """After all of that, no line of the log warns about the pack, but for the prompt we made wrong."""
+    lines = server.log.read_text(errors="replace").lower().splitlines()
+    warnings = [line for line in lines if "lowmem" in line and "warn" in line]
+    assert [line for line in warnings if "invalid prompt" not in line] == []
