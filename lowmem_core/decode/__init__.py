@@ -1,1 +1,15 @@
-"""TODO."""
+"""From latents to frames: exact tiles in space, a causal stream in time."""
+
+from .decoder_tree import DecoderTree, read_decoder
+from .encode import encode_moments
+from .stream import DecodeServices, decode_frames, decode_samples, latent_shape_of
+
+__all__ = [
+    "DecodeServices",
+    "DecoderTree",
+    "decode_frames",
+    "decode_samples",
+    "encode_moments",
+    "latent_shape_of",
+    "read_decoder",
+]

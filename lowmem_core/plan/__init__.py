@@ -1,1 +1,7 @@
-"""TODO."""
+"""Plans in plain integers: what will be where, and how many bytes that takes. No torch here."""
+
+from .decode_plan import DecodePlan, plan_blended, plan_decode
+from .decoder_spec import DecoderSpec, LayerKind, LayerSpec
+from .stage_search import StagePlan
+
+__all__ = ["DecodePlan", "DecoderSpec", "LayerKind", "LayerSpec", "StagePlan", "plan_blended", "plan_decode"]

@@ -1,0 +1,220 @@
+"""The stages put together: from a request to a finished file, under a budget.
+
+The node, the shell and the benchmarks all call these functions; there is no other path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import RequestError
+from .frames import FrameChunk, FrameHasher
+from .host import Host
+from .memory import MemoryBudget, MemoryReport, PhaseReport
+from .plan import DecodePlan, plan_blended, plan_decode
+from .units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from .memory import MemoryMeter
+    from .write import VideoSettings
+
+BLENDED = "blended"
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """A decode to a video file.
+
+    Attributes:
+        latents: ``[1, C, F, H, W]`` raw VAE latents, or ``[1, C, H, W]``.
+        vae: A diffusers ``AutoencoderKLWan``; its dtype is the dtype of the decode.
+        path: The file to write.
+        video: How to write it.
+        tiling: ``auto`` (exact tiles), ``off``, ``blended``, or the side of an exact tile in pixels.
+        budget: Limits; the device limit holds for weights, activations and caches together.
+    """
+
+    latents: Tensor
+    vae: nn.Module
+    path: Path
+    video: VideoSettings
+    tiling: str | int = "auto"
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """What a decode did.
+
+    Attributes:
+        path: The finished file.
+        frames: Frames in it.
+        height: Pixels.
+        width: Pixels.
+        plan: The plan that was followed.
+        memory: Planned and measured bytes.
+        decode_s: Seconds spent decoding.
+        total_s: Seconds from the plan to the finished file.
+        rgb_sha256: SHA-256 of the uint8 RGB frames in order.
+    """
+
+    path: Path
+    frames: int
+    height: int
+    width: int
+    plan: DecodePlan
+    memory: MemoryReport
+    decode_s: float
+    total_s: float
+    rgb_sha256: str
+
+    @property
+    def exactness(self) -> str:
+        """``exact``, ``within one level`` or ``blended``."""
+        if self.plan.tiling == BLENDED:
+            return BLENDED
+        return "exact" if self.plan.is_canonical else "within one level"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {
+            "frames": self.frames,
+            "height": self.height,
+            "width": self.width,
+            "decode_s": round(self.decode_s, 3),
+            "total_s": round(self.total_s, 3),
+            "planned_peak_bytes": self.memory.planned_peak_bytes,
+            "measured_peak_bytes": self.memory.measured_peak_bytes,
+            "measured_by": self.memory.measured_by,
+            "tile": [[stage.rows, stage.cols] for stage in self.plan.stages],
+            "halo": [stage.halo for stage in self.plan.stages],
+            "tiling": self.plan.tiling,
+            "pixels": self.exactness,
+            "host_bytes": self.plan.host_bytes,
+            "rgb_sha256": self.rgb_sha256,
+            "out": str(self.path),
+        }
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        where = "device" if self.plan.has_device_caches else "host memory"
+        grids = ", ".join(f"{stage.cols}x{stage.rows}" for stage in self.plan.stages) or "overlapping tiles"
+        return (
+            f"{self.frames} frames {self.width}x{self.height} in {self.total_s:.1f} s, pixels {self.exactness}\n"
+            f"stages {grids}; causal caches in {where}; host bytes {format_bytes(self.plan.host_bytes)}\n"
+            f"{self.memory}"
+        )
+
+
+def plan_for(
+    latents: Tensor, vae: nn.Module, tiling: str | int, budget: MemoryBudget, free_bytes: int | None = None
+) -> DecodePlan:
+    """Plan a decode of ``latents`` under ``budget``, or under the free bytes where no limit is set.
+
+    Raises:
+        RequestError: The latents do not fit the VAE.
+        BudgetError: Nothing fits.
+    """
+    from .decode import latent_shape_of, read_decoder
+
+    shape = latent_shape_of(latents, vae)
+    tree = read_decoder(vae)
+    limit = budget.device_bytes if budget.device_bytes is not None else free_bytes
+    element_bytes = next(tree.modules.parameters()).dtype.itemsize
+    if tiling == BLENDED:
+        return plan_blended(tree.spec, shape, element_bytes, weight_bytes=tree.weight_bytes, budget_bytes=limit)
+    return plan_decode(tree.spec, shape, element_bytes, tiling, weight_bytes=tree.weight_bytes, budget_bytes=limit)
+
+
+def meter_for(device: torch.device, budget: MemoryBudget) -> MemoryMeter:
+    """Return the meter of ``device``; on a processor it enforces the device budget."""
+    from .memory import CudaMeter, LiveStorageMeter, NullMeter
+
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type == "cpu":
+        return LiveStorageMeter(device, limit_bytes=budget.device_bytes)
+    return NullMeter()
+
+
+def decode_to_mp4(request: DecodeRequest, host: Host) -> DecodeReport:
+    """Decode latents straight into a video file: plan, decode chunk by chunk, encode beside it.
+
+    Raises:
+        RequestError: The request cannot work; nothing was written.
+        BudgetError: It does not fit; nothing was loaded.
+        WriteError: The file could not be finished; the message says what was kept.
+    """
+    from .decode import DecodeServices, decode_frames, latent_shape_of, read_decoder
+    from .write import write_mp4
+
+    started = time.perf_counter()
+    shape = latent_shape_of(request.latents, request.vae)
+    plan = plan_for(request.latents, request.vae, request.tiling, request.budget, _free_bytes(request, host))
+    if request.budget.host_bytes is not None and plan.host_bytes > request.budget.host_bytes:
+        raise RequestError(
+            "the decode needs more host memory than its budget",
+            need=format_bytes(plan.host_bytes),
+            have=format_bytes(request.budget.host_bytes),
+            remedy="Raise the host budget, or the device budget so that the caches stay on the device.",
+        )
+    host.devices.make_room(plan.planned_peak_bytes)
+    meter = meter_for(host.devices.compute, request.budget)
+    meter.reset_peak()
+    services = DecodeServices(host.devices, meter, host.interrupt, host.progress)
+    video = shape.video(read_decoder(request.vae).spec.scale)
+    watch = _Watch(host)
+    chunks = watch.over(decode_frames(request.latents, request.vae, plan, services))
+    path = write_mp4(chunks, request.path, request.video, expected_frames=video.frames, interrupt=host.interrupt)
+    phase = PhaseReport("decode", plan.planned_peak_bytes, meter.peak_bytes, meter.measured_by, watch.decode_s)
+    return DecodeReport(
+        path=path,
+        frames=video.frames,
+        height=video.height,
+        width=video.width,
+        plan=plan,
+        memory=MemoryReport((phase,)),
+        decode_s=watch.decode_s,
+        total_s=time.perf_counter() - started,
+        rgb_sha256=watch.hasher.hexdigest(),
+    )
+
+
+def _free_bytes(request: DecodeRequest, host: Host) -> int | None:
+    """Return the device bytes that could be had, after asking the host once where no budget is set."""
+    if request.budget.device_bytes is not None:
+        return None
+    return host.devices.free_bytes()
+
+
+class _Watch:
+    """Times the decoder, hashes and previews what it yields."""
+
+    def __init__(self, host: Host) -> None:
+        self.hasher = FrameHasher()
+        self.decode_s = 0.0
+        self._host = host
+
+    def over(self, chunks: Iterator[FrameChunk]) -> Iterator[FrameChunk]:
+        """Yield ``chunks`` unchanged; closing this closes them."""
+        try:
+            while True:
+                before = time.perf_counter()
+                chunk = next(chunks, None)
+                self.decode_s += time.perf_counter() - before
+                if chunk is None:
+                    return
+                self.hasher.add(chunk)
+                self._host.progress.preview(chunk.frames[-1])
+                yield chunk
+        finally:
+            close = getattr(chunks, "close", None)
+            if close is not None:
+                close()
