@@ -1,7 +1,7 @@
 """Seeing every operator that really runs.
 
 Under ``torch.inference_mode`` a dispatch mode is handed composite operators whole (``linear``, ``conv3d``), and what
-they allocate inside would stay unseen. The mode below takes them apart first, with the decomposition torch itself runs.
+they allocate inside would stay unseen. The mode below takes them apart first, with the kernel torch itself runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,9 +31,7 @@ class ObservingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if _is_composite(func):
             with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         return self.observe(func, args, kwargs)
 
     @abstractmethod
@@ -42,8 +41,14 @@ class ObservingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _is_composite(func: Callable[..., Any]) -> bool:
-    """Return whether torch would run ``func`` as other operators; ``prim`` queries are in no dispatch table."""
-    return isinstance(func, OpOverload) and func.namespace != "prim" and func._can_decompose()
+    """Return whether torch itself would run ``func`` as other operators.
+
+    Decompositions written in Python for the compiler do not count: the device has a kernel of its own there.
+    """
+    if not isinstance(func, OpOverload) or func.namespace == "prim":
+        return False
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
