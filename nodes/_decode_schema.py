@@ -37,16 +37,16 @@ def _video_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "codec",
-            options=["h264", "h265"],
+            options=["h264", "hevc", "av1"],
             default="h264",
-            tooltip="h264 plays everywhere. h265 gives smaller files and takes longer.",
+            tooltip="h264 plays everywhere. hevc and av1 give smaller files and take longer.",
         ),
         io.Int.Input(
             "crf",
             default=18,
             min=0,
-            max=51,
-            tooltip="Quality: lower is better and larger. 18 is hard to tell from the frames.",
+            max=63,
+            tooltip="Quality: lower is better and larger. 0 to 51, for av1 to 63. 18 in h264 looks like the frames.",
         ),
         io.Combo.Input(
             "bit_depth",

@@ -9,6 +9,7 @@ from comfy_api.latest import InputImpl, io, ui
 
 from ..lowmem_core.memory import MemoryBudget
 from ..lowmem_core.pipeline import DecodeRequest, decode_to_mp4
+from ..lowmem_core.vae import wan_vae_config_of
 from ..lowmem_core.write import AudioTrack, VideoSettings, parse_fps
 from ._comfy_host import comfy_host, prefix_problem, save_target, workflow_metadata
 from ._decode_schema import decode_inputs
@@ -47,7 +48,7 @@ class LowmemWanStreamingDecode(io.ComfyNode):
         """Decode ``samples`` and return the video with its preview; inputs as in ``decode_inputs``."""
         latents = latents_of(samples)
         module = open_wan_vae(vae)
-        scale = int(module.config.scale_factor_spatial)
+        scale = wan_vae_config_of(module).spatial_scale
         height, width = (int(side) * scale for side in latents.shape[-2:])
         target = save_target(settings["filename_prefix"], settings["destination"], width, height)
         request = DecodeRequest(

@@ -20,6 +20,8 @@ import torch
 
 START_S = 180.0
 RUN_S = 120.0
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "example_workflows").glob("*.json"))
 FLAGS = [
     "--cpu",
     "--disable-auto-launch",
@@ -131,6 +133,21 @@ def prompt_of(latent: str = "lowmem_tiny.latent", **changes: Any) -> dict[str, A
     }
 
 
+def api_format(workflow: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved workflow as the page would send it: links by name, widgets by position."""
+    sources = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    prompt = {}
+    for node in workflow["nodes"]:
+        info = object_info[node["type"]]["input"]
+        specs = {**info["required"], **info.get("optional", {})}
+        widgets = [name for name, spec in specs.items() if isinstance(spec[0], list) or spec[0] in WIDGETS]
+        assert len(widgets) == len(node["widgets_values"]), node["type"]
+        inputs = dict(zip(widgets, node["widgets_values"], strict=True))
+        inputs |= {slot["name"]: sources[slot["link"]] for slot in node["inputs"] if slot["link"]}
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+    return prompt
+
+
 def save_latent(path: Path, frames: int, side: int) -> None:
     """Write a random Wan latent as ComfyUI's Save Latent does."""
     from safetensors.torch import save_file
@@ -163,6 +180,14 @@ def test_a_prompt_becomes_an_mp4(server: ComfyServer) -> None:
             key: node["inputs"] for key, node in prompt.items()
         }
         assert json.loads(container.metadata["workflow"]) == {"nodes": []}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_workflows_run(server: ComfyServer, path: Path) -> None:
+    """Every template runs as it is shipped, on the tiny checkpoint."""
+    workflow = json.loads(path.read_text(encoding="utf-8"))
+    entry = server.finished(server.post(api_format(workflow, server.call("/object_info"))))
+    assert entry["status"]["status_str"] == "success", entry["status"]
 
 
 def test_the_video_is_served_to_the_page(server: ComfyServer) -> None:
