@@ -1,1 +1,7 @@
-"""TODO."""
+"""What weight files hold: names, shapes and dtypes, and the bytes of one tensor when asked."""
+
+from .checkpoint import Checkpoint
+from .key_map import wan_vae_key_map
+from .tensor_info import TensorInfo
+
+__all__ = ["Checkpoint", "TensorInfo", "wan_vae_key_map"]

@@ -1,0 +1,65 @@
+"""The description of one stored tensor."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+_TORCH_NAMES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+
+
+class TensorInfo(NamedTuple):
+    """Shape and dtype of a stored tensor; the dtype is spelled as in safetensors, for example ``"BF16"``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the tensor, or None where the dtype is one we do not know the width of."""
+        bits = _BITS.get(self.dtype)
+        return None if bits is None else prod(self.shape) * bits // 8
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorInfo:
+        """Describe ``tensor``."""
+        name = str(tensor.dtype)
+        return cls(tuple(tensor.shape), _TORCH_NAMES.get(name, name.removeprefix("torch.")))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
