@@ -57,19 +57,25 @@ def resident(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 
 
 def _move_in(module: nn.Module, residency: _Residency) -> None:
-    moved: dict[int, Tensor] = {}
+    moved: dict[tuple[int, int, torch.Size], Tensor] = {}
     try:
         for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.device == residency.device:
+            if _is_on(tensor, residency.device):
                 continue
             data = tensor.data
-            if data.data_ptr() not in moved:
-                moved[data.data_ptr()] = data.to(residency.device)
+            view = (data.untyped_storage()._cdata, data.storage_offset(), data.shape)
+            if view not in moved:
+                moved[view] = data.to(residency.device)
             residency.originals.append((tensor, data))
-            tensor.data = moved[data.data_ptr()]
+            tensor.data = moved[view]
     except BaseException:
         _move_out(residency)
         raise
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether ``tensor`` is on ``device``; a device without an index is any of its type."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def _move_out(residency: _Residency) -> None:
