@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 _BT709, _FULL, _LIMITED = 1, 2, 1
-_LEVELS_16 = 65535.0
+# White in FFmpeg's 16-bit RGB is 255 << 8: with 65535 it would come out 3 levels of 10 bits too bright.
+_LEVELS_16 = 65280.0
 # SWS_BICUBIC, SWS_FULL_CHR_H_INP and SWS_ACCURATE_RND of FFmpeg's public header: all chroma read, exact rounding.
 _SCALER_FLAGS = 0x4 | 0x4000 | 0x40000
 

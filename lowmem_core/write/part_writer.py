@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MICROSECONDS = 1_000_000
+_BUFFER_BYTES = 1 << 20
 
 
 class PartWriter:
@@ -49,6 +50,7 @@ class PartWriter:
         self._container: Any = None
         self._video: Any = None
         self._audio: AudioFeeder | None = None
+        self._broken = False
         self.frames = 0
 
     @property
@@ -65,15 +67,18 @@ class PartWriter:
             av.FFmpegError: The encoder failed.
         """
         check_finite(chunk)
+        self._broken = True
         if self._container is None:
             self._open(int(chunk.frames.shape[1]), int(chunk.frames.shape[2]))
         for pixels in chunk.frames:
             self._encode(pixels)
+        self._broken = False
 
     def close(self) -> None:
         """Write what the encoders still hold, and close the file."""
         if self._file is None:
             return
+        self._broken = True
         if self._audio is not None:
             self._container.mux(self._audio.flush())
         self._mux_video(self._video.encode(None))
@@ -81,17 +86,19 @@ class PartWriter:
         self._file.close()
 
     def abort(self) -> None:
-        """Close the file as it is, after a failure."""
+        """Close the file after a failure: with all frames if the frames were at fault, else as it is."""
         if self._file is None:
             return
-        self._file.close()
-        if self._container is None:
-            return
-        expected: tuple[type[Exception], ...] = (*file_errors(), ValueError)
+        failures: tuple[type[Exception], ...] = (*file_errors(), ValueError)
         try:
-            self._container.close()
-        except expected as error:
+            if not self._broken:
+                self.close()
+            self._file.close()
+            if self._container is not None:
+                self._container.close()
+        except failures as error:
             _log.debug("closing %s after a failure: %s", self._file.path, error)
+        self._file.close()
 
     def _open(self, height: int, width: int) -> None:
         """Create the part and write its header."""
@@ -103,6 +110,7 @@ class PartWriter:
             self._file,
             "w",
             format="mp4",
+            buffer_size=_buffer_bytes(settings),
             container_options={
                 "movflags": "+frag_keyframe+empty_moov+delay_moov+default_base_moof+use_metadata_tags",
                 "frag_duration": str(fragment_us),
@@ -128,3 +136,9 @@ class PartWriter:
         for packet in packets:
             packet.duration = round(1 / (self._settings.fps * packet.time_base))
             self._container.mux(packet)
+
+
+def _buffer_bytes(settings: VideoSettings) -> int:
+    """Return a buffer that holds the whole header: its sizes are filled in last, and the file only grows."""
+    tags = sum(len(key.encode()) + len(text.encode()) for key, text in settings.metadata.items())
+    return _BUFFER_BYTES + 2 * tags

@@ -10,7 +10,7 @@ from fractions import Fraction
 from ..errors import RequestError
 from .audio import AudioTrack
 
-MAX_FPS = 1000
+MIN_FPS, MAX_FPS = Fraction(1, 1000), 1000
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 MAX_CRF = {"h264": 51, "hevc": 51, "av1": 63}
 BIT_DEPTHS = (8, 10)
@@ -27,10 +27,10 @@ def parse_fps(value: str | int | float | Fraction) -> Fraction:
     ``30000/1001``. A rate that is written as a fraction is taken as it stands.
 
     Raises:
-        RequestError: The rate is not a number, not above 0, or above 1000.
+        RequestError: The rate is not a number, below 0.001 or above 1000.
     """
     rate = _exact(value)
-    if rate is None or not 0 < rate <= MAX_FPS:
+    if rate is None or not MIN_FPS <= rate <= MAX_FPS:
         raise RequestError(
             "cannot use the frame rate",
             need=f"a number of frames per second above 0 and up to {MAX_FPS}",
@@ -43,7 +43,7 @@ def parse_fps(value: str | int | float | Fraction) -> Fraction:
         ntsc = Fraction(base * 1000, 1001)
         if rate != base and abs(rate - ntsc) <= _NTSC_TOLERANCE:
             return ntsc
-    return rate.limit_denominator(_MAX_DENOMINATOR) or rate
+    return rate.limit_denominator(_MAX_DENOMINATOR)
 
 
 def _exact(value: object) -> Fraction | None:
