@@ -150,7 +150,7 @@ def test_the_loader_loads_nothing(handle: Any) -> None:
 def test_the_loader_refuses_a_path(nodes: dict[str, Any]) -> None:
     """A name that leads out of the model folders is no VAE file."""
     with pytest.raises(core("errors").RequestError, match="no such VAE file"):
-        run(nodes["LowmemWanVAELoader"], vae_name="../../input/lowmem_tiny.latent", dtype="auto")
+        run(nodes["LowmemWanVAELoader"], vae_name="../../input/wan_2.1_tiny_128x96x5.latent", dtype="auto")
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(0.0, None), (1.5, 3 * 512 * 1024**2)])
