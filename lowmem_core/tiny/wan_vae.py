@@ -19,8 +19,11 @@ from ..vae import WanVaeConfig
 from ..weights import wan_vae_key_map
 
 _BRANCH_GAIN = 0.7
-_HEAD_GAIN = 0.9
-_ROUGHNESS = 0.12
+_HEAD_GAIN = 0.75
+_ROUGHNESS = 0.08
+_BIAS = 0.03
+_COLOURS = 3
+_WIDTH = 8
 
 
 class TinyKind(NamedTuple):
@@ -57,8 +60,8 @@ def _config(width: int, z_dim: int, patch_size: int) -> WanVaeConfig:
 
 
 _KINDS = {
-    "2.1": TinyKind("wan_2.1_vae_tiny.safetensors", _config(8, 16, 1)),
-    "2.2": TinyKind("wan2.2_vae_tiny.safetensors", _config(8, 48, 2)),
+    "2.1": TinyKind("wan_2.1_vae_tiny.safetensors", _config(_WIDTH, 16, 1)),
+    "2.2": TinyKind("wan2.2_vae_tiny.safetensors", _config(_WIDTH, 48, 2)),
 }
 
 
@@ -115,9 +118,12 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
     """Return seeded values for the tensor that diffusers calls ``name``."""
     if name.endswith(".gamma"):
         return torch.ones(shape)
+    if name == "decoder.conv_out.bias":
+        return torch.zeros(shape)
     if name.endswith(".bias"):
-        return 0.1 * torch.randn(shape, generator=generator)
-    return _gain_of(name) * _smooth_kernel(shape, generator)
+        return _BIAS * torch.randn(shape, generator=generator)
+    rough = torch.randn(shape, generator=generator) / math.sqrt(math.prod(shape[1:]))
+    return _gain_of(name) * (_mixing(name, shape, generator) * _blur(shape[2:]) + _ROUGHNESS * rough)
 
 
 def _gain_of(name: str) -> float:
@@ -127,22 +133,37 @@ def _gain_of(name: str) -> float:
     return _BRANCH_GAIN if ".conv2." in name or ".proj." in name else 1.0
 
 
-def _smooth_kernel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return kernels that mix channels at random and blur in space: noise would give a noisy picture.
+def _mixing(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return how a convolution mixes channels, ``[out, in, 1, ...]``: at random, with two exceptions.
+
+    The convolution that doubles time passes its channels on, because the first frame goes around it and would
+    look unlike all others; the head of a folded picture gives the pixels of a square the same colour.
+    The weights of each output sum to zero: activations are mostly positive, and their mean would grey the picture.
+    """
+    out_channels, in_channels = shape[:2]
+    ones = [1] * (len(shape) - 2)
+    if ".time_conv." in name:
+        return torch.eye(in_channels).repeat(out_channels // in_channels, 1).view(*shape[:2], *ones)
+    is_folded = name.startswith("decoder.conv_out") and out_channels > _COLOURS
+    count = _COLOURS if is_folded else out_channels
+    mixing = torch.randn(count, in_channels, generator=generator) / math.sqrt(in_channels)
+    mixing = mixing - mixing.mean(dim=1, keepdim=True)
+    return mixing.repeat_interleave(out_channels // count, dim=0).view(*shape[:2], *ones)
+
+
+def _blur(sizes: tuple[int, ...]) -> Tensor:
+    """Return a kernel of ``sizes`` that blurs in space: noise would give a noisy picture.
 
     In time most of the weight is on the present, with some on the past, so that causal caches matter.
     """
-    mixing = torch.randn(*shape[:2], *[1] * (len(shape) - 2), generator=generator) / math.sqrt(shape[1])
-    rough = torch.randn(shape, generator=generator) / math.sqrt(math.prod(shape[1:]))
     blur = torch.ones(())
-    for axis, size in enumerate(shape[2:]):
-        is_time = len(shape) == 5 and axis == 0
-        blur = blur.unsqueeze(-1) * _profile(size, is_time)
-    return mixing * blur + _ROUGHNESS * rough
+    for axis, size in enumerate(sizes):
+        blur = blur.unsqueeze(-1) * _profile(size, is_time=len(sizes) == 3 and axis == 0)
+    return blur
 
 
 def _profile(size: int, is_time: bool) -> Tensor:
     """Return one side of a kernel: sums to one, centred in space, weighted to the last tap in time."""
     if size == 1:
         return torch.ones(1)
-    return torch.tensor([0.1, 0.25, 0.65] if is_time else [0.25, 0.5, 0.25])
+    return torch.tensor([0.03, 0.12, 0.85] if is_time else [0.25, 0.5, 0.25])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,19 @@ from .tensor_info import TensorInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
+# What an unpickler raises on bytes that are no pickle: whatever the stack machine stumbles over first.
+_UNPICKLING_ERRORS = (
+    UnpicklingError,
+    struct.error,
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
 _NESTS = ("state_dict", "model_state_dict", "module", "model")
 
 
@@ -47,7 +61,7 @@ def read_torch_file(path: Path) -> TensorMapping:
     try:
         is_mappable = zipfile.is_zipfile(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
-    except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError) as error:
+    except _UNPICKLING_ERRORS as error:
         raise CheckpointError(
             f"cannot read {path} as a PyTorch weight file",
             have=str(error).partition("\n")[0] or type(error).__name__,
