@@ -61,6 +61,7 @@ def _remux(part: Path, draft: Path, settings: VideoSettings) -> None:
 def _copy_stream(output: Any, template: Any) -> Any:
     """Add a stream like ``template`` to ``output``, its tags included."""
     stream = output.add_stream_from_template(template, opaque=True)
+    stream.time_base = template.time_base
     if template.type == "video":
         tag_bt709(stream.codec_context)
         if template.codec_context.name == "hevc":
