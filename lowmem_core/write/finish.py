@@ -39,8 +39,8 @@ def finish_file(part: Path, target: Path, settings: VideoSettings, shape: VideoS
 def _remux(part: Path, draft: Path, settings: VideoSettings) -> None:
     """Copy all packets of ``part`` to ``draft`` with the index at its start and the first frame at time 0."""
     av = load_av()
-    shift = _first_video_time(part)
-    options = {"movflags": "+faststart+use_metadata_tags"}
+    shift, ticks_per_s = _clock_of(part)
+    options = {"movflags": "+faststart+use_metadata_tags", "video_track_timescale": str(ticks_per_s)}
     with (
         av.open(str(part)) as source,
         av.open(str(draft), "w", format="mp4", container_options=options) as output,
@@ -61,7 +61,6 @@ def _remux(part: Path, draft: Path, settings: VideoSettings) -> None:
 def _copy_stream(output: Any, template: Any) -> Any:
     """Add a stream like ``template`` to ``output``, its tags included."""
     stream = output.add_stream_from_template(template, opaque=True)
-    stream.time_base = template.time_base
     if template.type == "video":
         tag_bt709(stream.codec_context)
         if template.codec_context.name == "hevc":
@@ -69,12 +68,13 @@ def _copy_stream(output: Any, template: Any) -> Any:
     return stream
 
 
-def _first_video_time(part: Path) -> Fraction:
-    """Return the time of the first frame of ``part``; reordering and sound make it later than 0."""
+def _clock_of(part: Path) -> tuple[Fraction, int]:
+    """Return the time of the first frame of ``part``, not 0 where frames are reordered, and its ticks a second."""
     with load_av().open(str(part)) as source:
         stream = source.streams.video[0]
         first = next(whole_packets(source, stream), None)
-        return Fraction(0) if first is None else first.pts * stream.time_base
+        start = Fraction(0) if first is None else first.pts * stream.time_base
+        return start, stream.time_base.denominator
 
 
 def _verify(draft: Path, settings: VideoSettings, shape: VideoShape) -> None:
