@@ -1,7 +1,8 @@
 """Simulated peak memory and multiply-adds of Wan VAE decodes at real sizes, each beside the stock decode.
 
-Run ``python benchmarks/decode_memory.py``: about eight minutes, no GPU; it writes ``benchmarks/records/``.
-The decode is ``lowmem_core.decode.decode_samples``, the function that the node runs, on a simulated CUDA device in bf16.
+Run ``python benchmarks/decode_memory.py``: no GPU is needed, it takes minutes and writes ``benchmarks/records/``.
+The decode is ``lowmem_core.decode.decode_samples``, the function that the node runs, on a simulated
+CUDA device in bf16.
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ def measure_stock(build: Any, shape: LatentShape, frames: int) -> dict[str, Any]
     return {"measured_activation_peak_bytes": meter.peak_bytes - before, "multiply_adds": work.total}
 
 
+def _commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Measure every case and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -120,9 +126,7 @@ def main() -> None:
         )
     record = {
         "command": "python benchmarks/decode_memory.py",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "commit": _commit(),
         "machine": f"{platform.machine()}, no GPU: simulated",
         "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
         "dtype": "bfloat16",

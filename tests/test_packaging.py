@@ -30,9 +30,7 @@ MODULES = sorted(
 
 def python(code: str, cwd: Path) -> str:
     """Run ``code`` in a fresh isolated interpreter inside ``cwd`` and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code], cwd=cwd, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

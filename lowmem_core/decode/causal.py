@@ -62,8 +62,9 @@ class CausalCache:
         for state in self._committed.values():
             for index, tensor in enumerate(state):
                 if tensor is not None and tensor.device.type != "cpu":
-                    state[index] = self._memory.on_host(tuple(tensor.shape), tensor.dtype)
-                    copy_across(state[index], tensor)
+                    on_host = self._memory.on_host(tuple(tensor.shape), tensor.dtype)
+                    copy_across(on_host, tensor)
+                    state[index] = on_host
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         for index, spare in enumerate(self._spares):

@@ -57,7 +57,7 @@ def resident(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 
 
 def _move_in(module: nn.Module, residency: _Residency) -> None:
-    moved: dict[tuple[int, int, torch.Size], Tensor] = {}
+    moved: dict[tuple[object, ...], Tensor] = {}
     try:
         for tensor in [*module.parameters(), *module.buffers()]:
             if _is_on(tensor, residency.device):

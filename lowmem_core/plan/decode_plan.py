@@ -2,7 +2,8 @@
 
 The canonical plan depends on the VAE and the frame size only, so that pixels agree across budgets and cache
 placements. It is the plan with the least work (multiply-adds, and bytes moved between stages) whose activations
-stay under ``CANONICAL_PEAK_BYTES`` at two bytes per element. Smaller tiles are taken only where that does not fit the budget.
+stay under ``CANONICAL_PEAK_BYTES`` at two bytes per element. Smaller tiles are taken only where
+that does not fit the budget.
 """
 
 from __future__ import annotations
