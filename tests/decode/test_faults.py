@@ -88,7 +88,7 @@ def test_passing_the_limit_raises(small: Any) -> None:
 
 def test_out_of_memory_at_every_tile_keeps_the_bits(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One failure at any tile costs that tile and nothing else."""
-    plan = small.plan(128 * small.spec.patch // 2 if small.spec.patch == 1 else 128)
+    plan = small.plan(64 * small.spec.patch)
     expected = small.decode(plan)
     original = stages_module.StageRunner._run_piece
     for failing in range(2 * plan.tile_count):
@@ -105,12 +105,12 @@ def test_out_of_memory_at_every_tile_keeps_the_bits(small: Any, monkeypatch: pyt
 
 def test_repeated_out_of_memory_goes_on_in_pieces(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile that fails twice is computed in pieces, with the same pixels up to rounding."""
-    plan = small.plan(128)
+    plan = small.plan(64 * small.spec.patch)
     original = stages_module.StageRunner._run_piece
 
     def run(self: Any, number: int, piece: Any, step: Any) -> None:
         size = self._tiles[number].extent
-        if self._plan.start and (piece.extent.rows.size, piece.extent.cols.size) == (size.rows.size, size.cols.size):
+        if self._plan.start and piece.kept.area == size.area:
             raise OOM("injected")
         original(self, number, piece, step)
 
