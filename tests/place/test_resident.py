@@ -9,9 +9,12 @@ from torch import nn
 from lowmem_core.errors import RequestError
 from lowmem_core.place import OffloadMemory, copy_across, resident
 
-META = torch.device("meta")
+CUDA = torch.device("cuda", 0)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.gpu
+@needs_gpu
 def test_parameters_move_and_come_back_as_the_same_storages() -> None:
     """The very same tensors are put back, also after an exception; no Parameter is replaced."""
     module = nn.Linear(3, 3)
@@ -19,32 +22,36 @@ def test_parameters_move_and_come_back_as_the_same_storages() -> None:
     seen = []
 
     def fail() -> None:
-        with resident(module, META):
+        with resident(module, CUDA):
             seen.extend(p.device for p in module.parameters())
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert seen == [META, META]
+    assert seen == [CUDA, CUDA]
     assert [p.data_ptr() for p in module.parameters()] == pointers
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
 
 
+@pytest.mark.gpu
+@needs_gpu
 def test_the_last_holder_restores() -> None:
     """Nested holders share one copy."""
     module = nn.Linear(2, 2)
-    with resident(module, META):
-        with resident(module, META):
+    with resident(module, CUDA):
+        with resident(module, CUDA):
             pass
-        assert module.weight.device == META
+        assert module.weight.device == CUDA
     assert module.weight.device.type == "cpu"
 
 
+@pytest.mark.gpu
+@needs_gpu
 def test_two_devices_at_once_are_refused() -> None:
     """A module has one place."""
     module = nn.Linear(2, 2)
     with (
-        resident(module, META),
+        resident(module, CUDA),
         pytest.raises(RequestError, match="another device"),
         resident(module, torch.device("cpu")),
     ):

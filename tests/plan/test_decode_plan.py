@@ -72,7 +72,10 @@ def test_tilings_that_cannot_work_are_refused(spec, tiling) -> None:  # type: ig
 
 
 def test_the_closed_form_bounds_the_simulated_code() -> None:
-    """At real widths: simulated <= planned <= 1.03 x simulated, and the peak does not grow with length."""
+    """At real widths: simulated <= planned <= 1.05 x simulated, and the peak does not grow with length.
+
+    At this small frame the fixed allowance for bands of norms weighs 4 %; at 480p and 720p it is 1 % (benchmarks).
+    """
     peaks = []
     shape = LatentShape(16, 3, 30, 52)
     for frames in (2, 3):
@@ -87,4 +90,4 @@ def test_the_closed_form_bounds_the_simulated_code() -> None:
                 pass
             peaks.append(meter.peak_bytes - tree.weight_bytes)
     assert peaks[0] == peaks[1]
-    assert peaks[0] <= plan.activation_peak_bytes <= 1.03 * peaks[0]
+    assert peaks[0] <= plan.activation_peak_bytes <= 1.05 * peaks[0]
