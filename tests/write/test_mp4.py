@@ -46,7 +46,7 @@ def test_every_frame_comes_at_its_time(tmp_path: Path, clip, decode, fps: int) -
 
 def test_metadata_survives_word_for_word(tmp_path: Path, clip) -> None:
     """The prompt and the workflow come back as the text that went in."""
-    metadata = {"prompt": '{"1": {"text": "a \\"fox\\" = ü; #"}}', "workflow": "[" + "1," * 100_000 + "2]"}
+    metadata = {"prompt": '{"1": {"text": "a \\"fox\\" = \u00fc; #"}}', "workflow": "[" + "1," * 100_000 + "2]"}
     path = write_mp4(clip(4), tmp_path / "clip.mp4", VideoSettings(fps=24, metadata=metadata))
     assert metadata == probe_video(path).metadata
 
