@@ -127,7 +127,7 @@ def plan_for(
     shape = latent_shape_of(latents, vae)
     tree = read_decoder(vae)
     limit = budget.device_bytes if budget.device_bytes is not None else free_bytes
-    element_bytes = next(tree.modules.parameters()).dtype.itemsize
+    element_bytes = tree.dtype.itemsize
     if tiling == BLENDED:
         return plan_blended(tree.spec, shape, element_bytes, weight_bytes=tree.weight_bytes, budget_bytes=limit)
     return plan_decode(tree.spec, shape, element_bytes, tiling, weight_bytes=tree.weight_bytes, budget_bytes=limit)

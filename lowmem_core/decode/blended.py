@@ -56,7 +56,7 @@ class _BlendedDecoder:
         from .stream import to_pixels
 
         height, width = int(latent.shape[-2]), int(latent.shape[-1])
-        source = FrameBuffer(latent.to(next(self._tree.modules.parameters()).dtype))
+        source = FrameBuffer(latent.to(self._tree.dtype))
         lefts = range(0, width, self._latent_stride)
         above: list[Tensor] = []
         bands = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import RequestError
@@ -30,17 +32,27 @@ class DecoderTree:
     Attributes:
         layers: In order of execution; they hold the VAE's own modules.
         spec: The same in plain integers.
-        modules: The parts of the VAE that decoding needs on the device.
+        modules: The VAE's own parts that decoding needs on the device; two trees of one VAE hold the same objects,
+            which is how ``place.resident`` knows that they share them.
     """
 
     layers: tuple[Layer, ...]
     spec: DecoderSpec
-    modules: nn.ModuleList
+    modules: tuple[nn.Module, ...]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the decoder's weights."""
+        return (parameter for module in self.modules for parameter in module.parameters())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the decode, which is that of the weights."""
+        return next(self.parameters()).dtype
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the decoder's weights."""
-        return sum(p.numel() * p.element_size() for p in self.modules.parameters())
+        return sum(p.numel() * p.element_size() for p in self.parameters())
 
 
 def read_decoder(vae: nn.Module) -> DecoderTree:
@@ -64,8 +76,7 @@ def read_decoder(vae: nn.Module) -> DecoderTree:
         pairs += _up_block(block)
     pairs.append(_head(decoder))
     spec = DecoderSpec(tuple(spec for _, spec in pairs), patch=tree.config.patch_size or 1)
-    modules = nn.ModuleList([tree.post_quant_conv, decoder])
-    return DecoderTree(tuple(layer for layer, _ in pairs), spec, modules)
+    return DecoderTree(tuple(layer for layer, _ in pairs), spec, (tree.post_quant_conv, decoder))
 
 
 _Pair = tuple[Layer, LayerSpec]

@@ -8,6 +8,7 @@ are entered for each step, so the consumer runs as if there were no decode.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,12 +137,14 @@ def decode_samples(latents: Tensor, vae: nn.Module, plan: DecodePlan, services: 
     tree = read_decoder(vae)
     if latents.ndim == 4:
         latents = latents.unsqueeze(2)
-    with resident(tree.modules, services.devices.compute):
-        services.meter.track(tree.modules.parameters())
+    with ExitStack() as stack:
+        for module in tree.modules:
+            stack.enter_context(resident(module, services.devices.compute))
+        services.meter.track(tree.parameters())
         if plan.overlap_pixels is not None:
             yield from decode_blended(latents, vae, tree, plan, services)
             return
-        decoder = LatentFrameDecoder(tree, plan, services, next(tree.modules.parameters()).dtype)
+        decoder = LatentFrameDecoder(tree, plan, services, tree.dtype)
         for index in range(latents.shape[2]):
             with services.meter.measuring(), torch.inference_mode():
                 sample = decoder.decode(latents[:, :, index : index + 1], index, int(latents.shape[2]))

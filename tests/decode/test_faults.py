@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_core.decode import DecodeServices, decode_frames, decode_samples, encode_moments, latent_shape_of
+from lowmem_core.decode import (
+    DecodeServices,
+    decode_frames,
+    decode_samples,
+    encode_moments,
+    latent_shape_of,
+    read_decoder,
+)
 from lowmem_core.decode import stages as stages_module
 from lowmem_core.errors import BudgetError, BudgetExceededError, DeviceMemoryError, RequestError
 from lowmem_core.host import PlainDevices
 from lowmem_core.memory import LiveStorageMeter
+from lowmem_core.place.resident import _residencies
 
 OOM = torch.OutOfMemoryError
 
@@ -73,8 +81,6 @@ def test_measured_is_within_planned_within_budget(small: Any, tiling: str) -> No
     services = DecodeServices(meter=meter, is_poisoned=True)
     for _ in decode_samples(small.latents, small.vae, plan, services):
         weights = weights or meter.live_bytes
-    from lowmem_core.decode import read_decoder
-
     used = meter.peak_bytes - read_decoder(small.vae).weight_bytes
     assert 0.75 * limit <= used <= limit
 
@@ -203,3 +209,14 @@ def test_an_abandoned_iterator_gives_the_module_back(small: Any) -> None:
     next(chunks)
     chunks.close()
     assert [p.data_ptr() for p in small.vae.parameters()] == before
+
+
+def test_two_decodes_of_one_vae_share_its_residency(small: Any) -> None:
+    """The first to end must not take the weights from under the other: both hold the VAE's own modules."""
+    first, second = (decode_frames(small.latents, small.vae, small.plan("off")) for _ in range(2))
+    next(first)
+    next(second)
+    holders = [_residencies[module].holders for module in read_decoder(small.vae).modules]
+    first.close()
+    second.close()
+    assert holders == [2, 2]
