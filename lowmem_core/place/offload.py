@@ -3,8 +3,9 @@
 torch copies a strided view between devices through a contiguous twin on the device. For a causal cache that twin is
 as large as the cache, so copies are made in groups of channels, each no larger than ``STAGING_BYTES``.
 
-Order: all copies of a decode run on the current stream, so a cache written out and read back later needs no wait.
-The processor itself reads only what ``copy_across`` was told to wait for.
+Order: all copies of a decode run on the current stream, so a cache written out and read back later needs no wait,
+as long as the device does both. A strided view in host memory is gathered or scattered by the processor, which runs
+beside the stream: such a copy waits for the stream on its own side.
 """
 
 from __future__ import annotations
@@ -65,9 +66,17 @@ def copy_across(target: Tensor, source: Tensor, *, wait: bool = False) -> None:
         return
     per_channel = source[:, :1].numel() * source.element_size()
     group = max(1, STAGING_BYTES // max(1, per_channel))
+    if source.device.type == "cpu" and not source[:, :group].is_contiguous():
+        _settle(target.device)
     for start in range(0, source.shape[1], group):
         part = source[:, start : start + group].contiguous()
         piece = target[:, start : start + group]
         if target.device.type != "cpu" and not piece.is_contiguous():
             part = part.to(target.device, non_blocking=True)
-        piece.copy_(part, non_blocking=not wait)
+        piece.copy_(part, non_blocking=not wait and piece.is_contiguous())
+
+
+def _settle(device: torch.device) -> None:
+    """Wait until what the device still writes to host memory is there."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.current_stream(device).synchronize()
