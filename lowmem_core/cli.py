@@ -75,23 +75,12 @@ def _demo(options: argparse.Namespace) -> int:
 
     folder: Path = options.out
     vae, latents = _write_tiny(folder, folder, frames=13)
-    for tiling in ("off", "auto"):
-        plain = argparse.Namespace(
-            vae=vae,
-            latents=latents,
-            out=folder / f"demo_{tiling}.mp4",
-            fps="16",
-            dtype=None,
-            device="cpu",
-            device_budget="40MiB" if tiling == "auto" else None,
-            tile=tiling,
-            codec="h264",
-            crf=18,
-            bit_depth=8,
-        )
-        request, host = _request(plain)
-        report = decode_to_mp4(request, host)
-        print(f"tiling {tiling}, device budget {plain.device_budget or 'none'}:")
+    for tiling, budget in (("off", None), ("auto", "40MiB")):
+        out = folder / f"demo_{tiling}.mp4"
+        words = ["decode", "--vae", str(vae), "--latents", str(latents), "--out", str(out), "--tile", tiling]
+        words += ["--device", "cpu", *(["--device-budget", budget] if budget else [])]
+        report = decode_to_mp4(*_request(_parser().parse_args(words)))
+        print(f"tiling {tiling}, device budget {budget or 'none'}:")
         print(report.summary(), "\n")
     print(f"The video lies in {folder / 'demo_auto.mp4'}.")
     return 0

@@ -2,7 +2,9 @@
 
 from .decoder_tree import DecoderTree, read_decoder
 from .encode import encode_moments
-from .stream import DecodeServices, decode_frames, decode_samples, latent_shape_of
+from .latents import latent_shape_of
+from .services import DecodeServices
+from .stream import decode_frames, decode_samples
 
 __all__ = [
     "DecodeServices",

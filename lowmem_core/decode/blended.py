@@ -6,55 +6,53 @@ respect but one, agreement with earlier results. This is the explicit choice for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..place import OffloadMemory
-from ..plan.decode_plan import DecodePlan
 from ..plan.grid import Rect, Span
 from .causal import CausalCache, TileWindow
 from .decoder_tree import DecoderTree
+from .pixels import to_pixels
+from .services import DecodeServices
 from .stages import FrameBuffer
 
-if TYPE_CHECKING:
-    from .stream import DecodeServices
 
+class BlendedFrameDecoder:
+    """All overlapping tiles of one decode, each with its own causal cache.
 
-def decode_blended(
-    latents: Tensor, vae: nn.Module, tree: DecoderTree, plan: DecodePlan, services: DecodeServices
-) -> Iterator[Tensor]:
-    """Yield ``[1, 3, F, H, W]`` samples in -1..1 on the CPU, equal to those of ``tiled_decode``."""
-    decoder = _BlendedDecoder(vae, tree, plan, services)
-    for index in range(latents.shape[2]):
-        with services.meter.measuring(), torch.inference_mode():
-            sample = decoder.decode(latents[:, :, index : index + 1], index == 0)
-        services.progress.update(index + 1, int(latents.shape[2]), "decode")
-        yield sample
+    Args:
+        vae: The VAE, which blends.
+        tree: Its decoder.
+        overlap_pixels: Side of a tile and distance of two tiles, in pixels.
+        has_device_caches: Keep the causal caches on the device.
+        services: Surroundings.
+    """
 
-
-class _BlendedDecoder:
-    """All overlapping tiles of one decode, each with its own causal cache."""
-
-    def __init__(self, vae: nn.Module, tree: DecoderTree, plan: DecodePlan, services: DecodeServices) -> None:
+    def __init__(
+        self,
+        vae: nn.Module,
+        tree: DecoderTree,
+        overlap_pixels: tuple[int, int],
+        has_device_caches: bool,
+        services: DecodeServices,
+    ) -> None:
         self._vae: Any = vae
         self._tree, self._services = tree, services
         self._memory = OffloadMemory(services.devices.compute, services.meter.host_allocation)
-        convolutions = sum(len(layer.cached_channels) for layer in tree.spec.layers)
+        convolutions = tree.spec.convolutions(0, len(tree.spec.layers))
         self._cache = CausalCache(
-            self._memory, convolutions, on_device=plan.has_device_caches, is_poisoned=services.is_poisoned
+            self._memory, convolutions, on_device=has_device_caches, is_poisoned=services.is_poisoned
         )
-        tile, stride = plan.overlap_pixels or (0, 0)
+        tile, stride = overlap_pixels
         self._latent_tile, self._latent_stride = tile // tree.spec.scale, stride // tree.spec.scale
         self._stride = stride // tree.spec.patch
         self._overlap = (tile - stride) // tree.spec.patch
 
-    def decode(self, latent: Tensor, is_first: bool) -> Tensor:
-        """Decode the next latent frame ``[1, C, 1, H, W]``."""
-        from .stream import to_pixels
-
+    def decode(self, latent: Tensor, index: int, count: int) -> Tensor:
+        """Decode the next latent frame ``[1, C, 1, H, W]``, number ``index`` of ``count``."""
         height, width = int(latent.shape[-2]), int(latent.shape[-1])
         source = FrameBuffer(latent.to(self._tree.dtype))
         lefts = range(0, width, self._latent_stride)
@@ -67,7 +65,7 @@ class _BlendedDecoder:
                     Span(top, min(height, top + self._latent_tile)),
                     Span(left, min(width, left + self._latent_tile)),
                 )
-                tile = self._tile(number * len(lefts) + column, source, rect, is_first)
+                tile = self._tile(number * len(lefts) + column, source, rect, index == 0)
                 if above:
                     tile = self._vae.blend_v(above[column], tile, self._overlap)
                 if row:
@@ -77,6 +75,7 @@ class _BlendedDecoder:
             above = row
         scale = self._tree.spec.scale // self._tree.spec.patch
         whole = torch.cat(bands, dim=3)[..., : height * scale, : width * scale]
+        self._services.progress.update(index + 1, count, "decode")
         return to_pixels(whole, self._tree.spec.patch)
 
     def _tile(self, number: int, source: FrameBuffer, rect: Rect, is_first: bool) -> Tensor:

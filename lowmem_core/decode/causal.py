@@ -104,7 +104,7 @@ class TileWindow:
         """Fill ``view`` with the last two positions in time, if there are any."""
         old = self._cache.committed(self._tile, self._next)
         if old is not None:
-            copy_across(view, _crop(old, self._extent.scaled(self._scale(view))))
+            copy_across(view, crop(old, self._extent.scaled(self._scale(view))))
 
     def store(self, view: Tensor) -> None:
         """Remember the kept part of ``view`` and go to the next convolution."""
@@ -112,7 +112,7 @@ class TileWindow:
         shape = (1, view.shape[1], CACHE_FRAMES, self._size[0] * scale, self._size[1] * scale)
         new = self._cache.pending(self._next, shape, view.dtype)
         inside = self._kept.relative_to(self._extent).scaled(scale)
-        copy_across(_crop(new, self._kept.scaled(scale)), _crop(view, inside))
+        copy_across(crop(new, self._kept.scaled(scale)), crop(view, inside))
         self._next += 1
 
     def skip(self) -> None:
@@ -123,5 +123,6 @@ class TileWindow:
         return int(view.shape[-2]) // self._extent.rows.size
 
 
-def _crop(tensor: Tensor, rect: Rect) -> Tensor:
+def crop(tensor: Tensor, rect: Rect) -> Tensor:
+    """Return the view of ``rect`` in the last two dimensions."""
     return tensor[..., rect.rows.start : rect.rows.stop, rect.cols.start : rect.cols.stop]

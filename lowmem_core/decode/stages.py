@@ -24,7 +24,7 @@ from ..place import OffloadMemory, copy_across
 from ..plan.grid import Rect, Tile, tiles_of
 from ..plan.stage_search import StagePlan
 from ..units import format_bytes
-from .causal import CausalCache, TileWindow
+from .causal import CausalCache, TileWindow, crop
 from .layers import Activation, Attention, Layer
 
 _log = logging.getLogger(__name__)
@@ -62,11 +62,6 @@ def _read(source: Tensor, rect: Rect, memory: OffloadMemory) -> Tensor:
     target = memory.on_device(tuple(view.shape), view.dtype)
     copy_across(target, view)
     return target
-
-
-def crop(tensor: Tensor, rect: Rect) -> Tensor:
-    """Return the view of ``rect`` in the last two dimensions."""
-    return tensor[..., rect.rows.start : rect.rows.stop, rect.cols.start : rect.cols.stop]
 
 
 class Sink(Protocol):

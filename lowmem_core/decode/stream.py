@@ -9,93 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import RequestError
 from ..frames import FrameChunk
-from ..host import Devices, Interrupt, NeverInterrupt, PlainDevices, Progress, SilentProgress
-from ..memory import MemoryMeter, NullMeter, is_simulated
 from ..place import OffloadMemory, copy_across, resident
 from ..plan.decode_plan import DecodePlan
 from ..plan.grid import Rect
 from ..plan.stage_search import StagePlan, largest_cost
-from ..shapes import LatentShape
-from .blended import decode_blended
-from .causal import CausalCache
+from .blended import BlendedFrameDecoder
+from .causal import CausalCache, crop
 from .decoder_tree import DecoderTree, read_decoder
+from .latents import latent_shape_of
 from .layers import Activation
-from .stages import FrameBuffer, Pass, StageRunner, crop
-
-_VAE_OF_CHANNELS = {16: "Wan 2.1", 48: "Wan 2.2 TI2V"}
-
-
-@dataclass(frozen=True)
-class DecodeServices:
-    """What a decode may use of its surroundings.
-
-    Attributes:
-        devices: Where to compute.
-        meter: Counts bytes, and may enforce a limit.
-        interrupt: Polled before each tile.
-        progress: Told after each tile.
-        is_poisoned: Fill released cache tensors with NaN (tests).
-    """
-
-    devices: Devices = field(default_factory=PlainDevices)
-    meter: MemoryMeter = field(default_factory=NullMeter)
-    interrupt: Interrupt = field(default_factory=NeverInterrupt)
-    progress: Progress = field(default_factory=SilentProgress)
-    is_poisoned: bool = False
-
-
-def latent_shape_of(latents: Tensor, vae: nn.Module) -> LatentShape:
-    """Return the size of ``latents`` after checking that ``vae`` can decode them.
-
-    Args:
-        latents: ``[1, C, F, H, W]``, or ``[1, C, H, W]`` for one frame.
-        vae: The VAE.
-
-    Raises:
-        RequestError: Wrong rank, batch, channels, an empty side, or values that are not finite.
-    """
-    if latents.ndim not in (4, 5) or not latents.is_floating_point():
-        raise RequestError(
-            "these are not video latents",
-            need="a float tensor [1, C, F, H, W] or [1, C, H, W]",
-            have=f"{latents.dtype} {list(latents.shape)}",
-        )
-    sizes = list(latents.shape) if latents.ndim == 5 else [*latents.shape[:2], 1, *latents.shape[2:]]
-    if 0 in sizes:
-        raise RequestError("the latents are empty", need="at least one position", have=str(list(latents.shape)))
-    if sizes[0] != 1:
-        raise RequestError(
-            "the latents are a batch",
-            need="one video at a time",
-            have=f"{sizes[0]}",
-            remedy="Decode them one by one.",
-        )
-    tree: Any = vae
-    channels = int(tree.config.z_dim)
-    if sizes[1] != channels:
-        fitting = _VAE_OF_CHANNELS.get(sizes[1])
-        raise RequestError(
-            "the latents do not belong to this VAE",
-            need=f"{channels} channels",
-            have=f"{sizes[1]}",
-            remedy=f"They fit the {fitting} VAE." if fitting else "No Wan VAE has that many.",
-        )
-    if not is_simulated(latents) and not bool(torch.isfinite(latents).all()):
-        raise RequestError(
-            "the latents hold NaN or infinite values",
-            need="finite values",
-            have=f"{int((~torch.isfinite(latents)).sum())} that are not",
-            remedy="The sampling run went wrong: try fp32 or bf16 instead of fp16 there.",
-        )
-    return LatentShape(*sizes[1:])
+from .pixels import to_pixels
+from .services import DecodeServices
+from .stages import FrameBuffer, Pass, StageRunner
 
 
 def decode_frames(
@@ -141,13 +71,15 @@ def decode_samples(latents: Tensor, vae: nn.Module, plan: DecodePlan, services: 
         for module in tree.modules:
             stack.enter_context(resident(module, services.devices.compute))
         services.meter.track(tree.parameters())
-        if plan.overlap_pixels is not None:
-            yield from decode_blended(latents, vae, tree, plan, services)
-            return
-        decoder = LatentFrameDecoder(tree, plan, services, tree.dtype)
-        for index in range(latents.shape[2]):
+        count = int(latents.shape[2])
+        decoder: LatentFrameDecoder | BlendedFrameDecoder
+        if plan.overlap_pixels is None:
+            decoder = LatentFrameDecoder(tree, plan, services)
+        else:
+            decoder = BlendedFrameDecoder(vae, tree, plan.overlap_pixels, plan.has_device_caches, services)
+        for index in range(count):
             with services.meter.measuring(), torch.inference_mode():
-                sample = decoder.decode(latents[:, :, index : index + 1], index, int(latents.shape[2]))
+                sample = decoder.decode(latents[:, :, index : index + 1], index, count)
             yield sample
 
 
@@ -158,20 +90,18 @@ class LatentFrameDecoder:
         tree: The decoder.
         plan: Its stages.
         services: Surroundings.
-        dtype: dtype of weights and activations.
     """
 
-    def __init__(self, tree: DecoderTree, plan: DecodePlan, services: DecodeServices, dtype: torch.dtype) -> None:
-        self._tree, self._plan, self._services, self._dtype = tree, plan, services, dtype
+    def __init__(self, tree: DecoderTree, plan: DecodePlan, services: DecodeServices) -> None:
+        self._tree, self._plan, self._services, self._dtype = tree, plan, services, tree.dtype
         self._memory = OffloadMemory(services.devices.compute, services.meter.host_allocation)
         self._runners = [self._runner(stage) for stage in plan.stages]
 
     def _runner(self, stage: StagePlan) -> StageRunner:
         spec = self._tree.spec
-        convolutions = sum(len(layer.cached_channels) for layer in spec.layers[stage.start : stage.stop])
         cache = CausalCache(
             self._memory,
-            convolutions,
+            spec.convolutions(stage.start, stage.stop),
             on_device=self._plan.has_device_caches,
             is_poisoned=self._services.is_poisoned,
         )
@@ -186,14 +116,14 @@ class LatentFrameDecoder:
         source.x.copy_(latent)
         done = index * self._plan.tile_count
         for runner, stage in zip(self._runners, self._plan.stages, strict=True):
-            sink = self._sink(stage, source, is_first)
+            sink = self._sink(stage, is_first)
             for _ in runner.run(Pass(source, sink, is_first), self._services.devices, self._services.interrupt):
                 done += 1
                 self._services.progress.update(done, count * self._plan.tile_count, "decode")
             source = sink.buffer
         return source.x
 
-    def _sink(self, stage: StagePlan, source: FrameBuffer, is_first: bool) -> _BufferSink:
+    def _sink(self, stage: StagePlan, is_first: bool) -> _BufferSink:
         spec, memory = self._tree.spec, self._memory
         factor = spec.scale_before(stage.stop) // spec.scale_before(stage.start)
         frames = spec.frames_before(stage.stop, is_first)
@@ -239,10 +169,3 @@ class _PixelSink(_BufferSink):
         inside = kept.relative_to(computed).scaled(self._factor)
         pixels = to_pixels(crop(state.take(), inside), self._patch)
         copy_across(crop(self.buffer.x, kept.scaled(self._factor * self._patch)), pixels, wait=True)
-
-
-def to_pixels(output: Tensor, patch: int) -> Tensor:
-    """Turn the decoder's output channels into pixels clamped to -1..1."""
-    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
-
-    return torch.clamp(unpatchify(output, patch_size=patch), min=-1.0, max=1.0)

@@ -9,6 +9,7 @@ that does not fit the budget.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..errors import BudgetError, RequestError
 from ..shapes import LatentShape
@@ -23,7 +24,7 @@ from .stage_search import (
     cheapest_stages,
     fixed_tiles,
     largest_cost,
-    stage_work,
+    total_cost,
     whole_stage,
 )
 
@@ -102,100 +103,123 @@ def plan_decode(
         RequestError: ``tiling`` is unknown.
         BudgetError: Nothing fits; it names the smallest budget that works.
     """
-    area = (latent.height, latent.width)
-    room = None if budget_bytes is None else budget_bytes - weight_bytes
+    terms = _Terms(spec, latent, element_bytes, weight_bytes, budget_bytes)
     if tiling == "off":
-        return _checked(spec, latent, element_bytes, whole_stage(spec, area), weight_bytes, budget_bytes, "off")
+        return _checked(terms, whole_stage(spec, terms.area), "off")
     if isinstance(tiling, int):
-        stages = fixed_tiles(spec, area, tiling)
-        return _checked(spec, latent, element_bytes, stages, weight_bytes, budget_bytes, "pixels")
+        return _checked(terms, fixed_tiles(spec, terms.area, tiling), "pixels")
     if tiling != "auto":
         raise RequestError("unknown tiling", need="auto, off, blended or a tile side in pixels", have=repr(tiling))
-    canonical = canonical_stages(spec, area)
-    plan = _priced(spec, latent, element_bytes, canonical, weight_bytes, budget_bytes, "auto")
-    if room is None or plan.activation_peak_bytes <= room:
+    plan = _priced(terms, canonical_stages(spec, terms.area), "auto")
+    if terms.fits(plan.activation_peak_bytes):
         return plan
-    smaller_stages = cheapest_stages(spec, area, element_bytes, room)
+    smaller_stages = cheapest_stages(spec, terms.area, element_bytes, (budget_bytes or 0) - weight_bytes)
     if smaller_stages is None:
-        raise _too_small(spec, area, element_bytes, weight_bytes, budget_bytes or 0)
-    smaller = _priced(spec, latent, element_bytes, smaller_stages, weight_bytes, budget_bytes, "auto")
-    return replace(smaller, is_canonical=False)
+        raise _too_small(terms)
+    return replace(_priced(terms, smaller_stages, "auto"), is_canonical=False)
 
 
-def _checked(
-    spec: DecoderSpec,
-    latent: LatentShape,
-    element_bytes: int,
-    stages: tuple[StagePlan, ...],
-    weight_bytes: int,
-    budget_bytes: int | None,
-    tiling: str,
-) -> DecodePlan:
+class _Terms(NamedTuple):
+    """What every decision about one decode is made under."""
+
+    spec: DecoderSpec
+    latent: LatentShape
+    element_bytes: int
+    weight_bytes: int
+    budget_bytes: int | None
+
+    @property
+    def area(self) -> tuple[int, int]:
+        """Rows and columns of the latent."""
+        return self.latent.height, self.latent.width
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether the first latent frame is the only one."""
+        return self.latent.frames == 1
+
+    @property
+    def chunk_values(self) -> int:
+        """Values in the largest chunk of frames."""
+        frames = self.spec.frames_before(len(self.spec.layers), self.is_first)
+        return self.latent.height * self.latent.width * self.spec.scale**2 * RGB * frames
+
+    @property
+    def whole_multiply_adds(self) -> int:
+        """Multiply-adds of a later latent frame without tiles."""
+        return total_cost(self.spec, whole_stage(self.spec, self.area)[0], self.element_bytes).multiply_adds
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` beside the weights are within the budget."""
+        return self.budget_bytes is None or self.weight_bytes + nbytes <= self.budget_bytes
+
+    def refuse_unless_fits(self, tiling: str, nbytes: int) -> None:
+        """Raise ``BudgetError`` for an explicit ``tiling`` that needs ``nbytes`` and does not fit."""
+        if self.budget_bytes is None or self.fits(nbytes):
+            return
+        least = self.weight_bytes + nbytes
+        raise BudgetError(
+            f"a decode with tiling {tiling} does not fit the device budget",
+            need=format_bytes(least),
+            have=format_bytes(self.budget_bytes),
+            remedy='Raise the budget, or set tiling to "auto", which takes tiles that fit.',
+            smallest_bytes=least,
+        )
+
+
+def _checked(terms: _Terms, stages: tuple[StagePlan, ...], tiling: str) -> DecodePlan:
     """Price an explicit choice of tiles, and refuse it when it does not fit: it is never changed for the user."""
-    plan = _priced(spec, latent, element_bytes, stages, weight_bytes, budget_bytes, tiling)
-    least = weight_bytes + plan.activation_peak_bytes
-    if budget_bytes is not None and least > budget_bytes:
-        raise _refused(tiling, least, budget_bytes)
-    canonical = canonical_stages(spec, (latent.height, latent.width))
-    return replace(plan, is_canonical=stages == canonical or tiling == "off")
+    plan = _priced(terms, stages, tiling)
+    terms.refuse_unless_fits(tiling, plan.activation_peak_bytes)
+    is_canonical = tiling == "off" or stages == canonical_stages(terms.spec, terms.area)
+    return replace(plan, is_canonical=is_canonical)
 
 
-def _too_small(
-    spec: DecoderSpec, area: tuple[int, int], element_bytes: int, weight_bytes: int, budget_bytes: int
-) -> BudgetError:
+def _too_small(terms: _Terms) -> BudgetError:
     low, high = 0, CANONICAL_PEAK_BYTES
-    while cheapest_stages(spec, area, element_bytes, high) is None:
+
+    def is_enough(limit: int) -> bool:
+        return cheapest_stages(terms.spec, terms.area, terms.element_bytes, limit) is not None
+
+    while not is_enough(high):
         low, high = high, high * 2
     while high - low > MiB // 4:
         middle = (low + high) // 2
-        low, high = (low, middle) if cheapest_stages(spec, area, element_bytes, middle) else (middle, high)
-    smallest = weight_bytes + high
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    smallest = terms.weight_bytes + high
+    weights = format_bytes(terms.weight_bytes)
     return BudgetError(
         "the device budget is too small for one tile of this decode",
-        need=f"at least {format_bytes(smallest)} ({smallest} bytes), of which weights {format_bytes(weight_bytes)}",
-        have=format_bytes(budget_bytes),
+        need=f"at least {format_bytes(smallest)} ({smallest} bytes), of which weights {weights}",
+        have=format_bytes(terms.budget_bytes or 0),
         remedy="Raise the budget, decode a smaller size, or use bf16.",
         smallest_bytes=smallest,
     )
 
 
-def _priced(
-    spec: DecoderSpec,
-    latent: LatentShape,
-    element_bytes: int,
-    stages: tuple[StagePlan, ...],
-    weight_bytes: int,
-    budget_bytes: int | None,
-    tiling: str,
-) -> DecodePlan:
-    is_first = latent.frames == 1
+def _priced(terms: _Terms, stages: tuple[StagePlan, ...], tiling: str) -> DecodePlan:
+    spec, element_bytes, is_first = terms.spec, terms.element_bytes, terms.is_first
+    totals = [total_cost(spec, stage, element_bytes) for stage in stages]
     peak = max(largest_cost(spec, stage, element_bytes, is_first=is_first).peak_bytes for stage in stages)
-    caches = 0 if is_first else sum(_cache_bytes(spec, stage, element_bytes) for stage in stages)
+    caches = 0 if is_first else sum(total.cache_bytes for total in totals)
     spare = 0 if is_first else max(largest_cost(spec, s, element_bytes, is_first=False).cache_bytes for s in stages)
-    fits = budget_bytes is None or weight_bytes + peak + caches + spare <= budget_bytes
+    fits = terms.fits(peak + caches + spare)
     buffers, bus = _buffer_bytes(spec, stages, element_bytes, is_first)
-    chunk = latent.height * latent.width * spec.scale**2 * RGB * spec.frames_before(len(spec.layers), is_first)
-    on_host = 0 if fits else caches + spare
     return DecodePlan(
         tiling=tiling,
         stages=stages,
         is_canonical=True,
         has_device_caches=fits,
-        weight_bytes=weight_bytes,
+        weight_bytes=terms.weight_bytes,
         activation_peak_bytes=peak,
         device_cache_bytes=caches + spare if fits else 0,
-        host_bytes=on_host + buffers + chunk * (element_bytes + 2 * FRAME_ELEMENT_BYTES),
-        bus_bytes_per_latent_frame=bus + (0 if fits else 2 * caches) + chunk * element_bytes,
-        multiply_adds=sum(stage_work(spec, stage) for stage in stages),
-        whole_multiply_adds=stage_work(spec, whole_stage(spec, (latent.height, latent.width))[0]),
+        host_bytes=(0 if fits else caches + spare)
+        + buffers
+        + terms.chunk_values * (element_bytes + 2 * FRAME_ELEMENT_BYTES),
+        bus_bytes_per_latent_frame=bus + (0 if fits else 2 * caches) + terms.chunk_values * element_bytes,
+        multiply_adds=sum(total.multiply_adds for total in totals),
+        whole_multiply_adds=terms.whole_multiply_adds,
     )
-
-
-def _cache_bytes(spec: DecoderSpec, stage: StagePlan, element_bytes: int) -> int:
-    height = total_extent(stage.height, stage.rows, stage.halo)
-    width = total_extent(stage.width, stage.cols, stage.halo)
-    block = Block(spec.frames_before(stage.start, False), height, width, element_bytes)
-    return stage_cost(spec, stage.start, stage.stop, block, False).cache_bytes
 
 
 def _buffer_bytes(
@@ -232,17 +256,13 @@ def plan_blended(
     side, stride = tile_pixels // spec.scale, stride_pixels // spec.scale
     heights = [min(side, latent.height - top) for top in range(0, latent.height, stride)]
     widths = [min(side, latent.width - left) for left in range(0, latent.width, stride)]
-    is_first = latent.frames == 1
+    terms = _Terms(spec, latent, element_bytes, weight_bytes, budget_bytes)
     stop = len(spec.layers)
-    largest = stage_cost(spec, 0, stop, Block(1, max(heights), max(widths), element_bytes), is_first)
+    largest = stage_cost(spec, 0, stop, Block(1, max(heights), max(widths), element_bytes), terms.is_first)
     everything = stage_cost(spec, 0, stop, Block(1, sum(heights), sum(widths), element_bytes), False)
-    whole = stage_work(spec, whole_stage(spec, (latent.height, latent.width))[0])
-    caches = 0 if is_first else everything.cache_bytes + largest.cache_bytes
-    least = weight_bytes + largest.peak_bytes
-    if budget_bytes is not None and least > budget_bytes:
-        raise _refused("blended", least, budget_bytes)
-    fits = budget_bytes is None or least + caches <= budget_bytes
-    frame = latent.height * latent.width * spec.scale**2 * RGB * spec.frames_before(stop, is_first)
+    caches = 0 if terms.is_first else everything.cache_bytes + largest.cache_bytes
+    terms.refuse_unless_fits("blended", largest.peak_bytes)
+    fits = terms.fits(largest.peak_bytes + caches)
     return DecodePlan(
         tiling="blended",
         stages=(),
@@ -251,19 +271,9 @@ def plan_blended(
         weight_bytes=weight_bytes,
         activation_peak_bytes=largest.peak_bytes,
         device_cache_bytes=caches if fits else 0,
-        host_bytes=(0 if fits else caches) + frame * (3 * element_bytes + 2 * FRAME_ELEMENT_BYTES),
-        bus_bytes_per_latent_frame=(0 if fits else 2 * everything.cache_bytes) + 2 * frame * element_bytes,
+        host_bytes=(0 if fits else caches) + terms.chunk_values * (3 * element_bytes + 2 * FRAME_ELEMENT_BYTES),
+        bus_bytes_per_latent_frame=(0 if fits else 2 * everything.cache_bytes) + 2 * terms.chunk_values * element_bytes,
         multiply_adds=everything.multiply_adds,
-        whole_multiply_adds=whole,
+        whole_multiply_adds=terms.whole_multiply_adds,
         overlap_pixels=(tile_pixels, stride_pixels),
-    )
-
-
-def _refused(tiling: str, least: int, budget_bytes: int) -> BudgetError:
-    return BudgetError(
-        f"a decode with tiling {tiling} does not fit the device budget",
-        need=format_bytes(least),
-        have=format_bytes(budget_bytes),
-        remedy='Raise the budget, or set tiling to "auto", which takes tiles that fit.',
-        smallest_bytes=least,
     )

@@ -98,6 +98,10 @@ class DecoderSpec:
                 open_skip = None
         return open_skip
 
+    def convolutions(self, start: int, stop: int) -> int:
+        """Return the causal convolutions in the layers ``start..stop``."""
+        return sum(len(layer.cached_channels) for layer in self.layers[start:stop])
+
     def is_global(self, start: int, stop: int) -> bool:
         """Return whether the layers ``start..stop`` look at the whole frame."""
         return any(layer.kind is LayerKind.ATTENTION for layer in self.layers[start:stop])

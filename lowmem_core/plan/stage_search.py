@@ -45,11 +45,6 @@ class StagePlan:
         """Return the tiles in reading order."""
         return tiles_of(self.height, self.width, self.rows, self.cols, self.halo)
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether the stage runs on the whole frame."""
-        return self.rows == self.cols == 1
-
 
 class _Choice(NamedTuple):
     """The cheapest way found for the layers from some cut to the end."""
@@ -146,7 +141,7 @@ def _best_grid(
         if largest_cost(spec, stage, element_bytes, is_first=False).peak_bytes > limit_bytes:
             continue
         most_cols = stage.cols
-        work = stage_work(spec, stage)
+        work = total_cost(spec, stage, element_bytes).multiply_adds
         if best is None or work < best[0]:
             best = (work, stage)
     return best
@@ -174,9 +169,9 @@ def largest_cost(spec: DecoderSpec, stage: StagePlan, element_bytes: int, *, is_
     return stage_cost(spec, stage.start, stage.stop, block, is_first)
 
 
-def stage_work(spec: DecoderSpec, stage: StagePlan) -> int:
-    """Return the multiply-adds of all tiles of ``stage`` for one later latent frame."""
+def total_cost(spec: DecoderSpec, stage: StagePlan, element_bytes: int) -> StageCost:
+    """Return caches and multiply-adds of all tiles of ``stage`` for a later latent frame; the peak means nothing."""
     height = total_extent(stage.height, stage.rows, stage.halo)
     width = total_extent(stage.width, stage.cols, stage.halo)
-    block = Block(spec.frames_before(stage.start, False), height, width, 2)
-    return stage_cost(spec, stage.start, stage.stop, block, False).multiply_adds
+    block = Block(spec.frames_before(stage.start, False), height, width, element_bytes)
+    return stage_cost(spec, stage.start, stage.stop, block, False)
