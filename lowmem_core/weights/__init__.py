@@ -2,6 +2,6 @@
 
 from .checkpoint import Checkpoint
 from .key_map import wan_vae_key_map
-from .tensor_info import TensorInfo
+from .tensor_info import TensorInfo, TensorLocation
 
-__all__ = ["Checkpoint", "TensorInfo", "wan_vae_key_map"]
+__all__ = ["Checkpoint", "TensorInfo", "TensorLocation", "wan_vae_key_map"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -63,3 +64,21 @@ class TensorInfo(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+class TensorLocation(NamedTuple):
+    """Where the bytes of a stored tensor are.
+
+    Attributes:
+        path: The file.
+        offset: The first byte.
+        nbytes: How many.
+        dtype: Spelled as in ``TensorInfo``.
+        shape: Its shape.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
