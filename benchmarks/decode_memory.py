@@ -7,17 +7,12 @@ CUDA device in bf16.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import AutoencoderKLWan
+from recording import write_record
 
 from lowmem_core.decode import DecodeServices, decode_samples, read_decoder
 from lowmem_core.host import PlainDevices
@@ -26,7 +21,6 @@ from lowmem_core.plan import plan_decode
 from lowmem_core.shapes import LatentShape
 from lowmem_core.units import GiB, MiB
 
-RECORD = Path(__file__).parent / "records" / "decode_memory.json"
 LATENT_FRAMES = 4  # the peak is reached at the second latent frame; a test holds that it does not grow
 
 
@@ -102,16 +96,8 @@ def measure_stock(build: Any, shape: LatentShape, frames: int) -> dict[str, Any]
     return {"measured_activation_peak_bytes": meter.peak_bytes - before, "multiply_adds": work.total}
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     """Measure every case and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RECORD)
-    options = parser.parse_args()
     rows = {}
     for name, (build, shape) in CASES.items():
         ours = measure_ours(build, shape)
@@ -124,16 +110,8 @@ def main() -> None:
             f"{name}: stock {stock['measured_activation_peak_bytes'] / MiB:.0f} MiB, ours {ours_mib:.0f} MiB, "
             f"planned {ours['planned_activation_peak_bytes'] / MiB:.0f} MiB, work {ratio:.3f}x"
         )
-    record = {
-        "command": "python benchmarks/decode_memory.py",
-        "commit": _commit(),
-        "machine": f"{platform.machine()}, no GPU: simulated",
-        "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
-        "dtype": "bfloat16",
-        "latent_frames_run": LATENT_FRAMES,
-        "cases": rows,
-    }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    facts = {"dtype": "bfloat16", "latent_frames_run": LATENT_FRAMES, "cases": rows}
+    write_record("decode_memory", facts, machine="no GPU: simulated", versions=("torch", "diffusers"))
 
 
 if __name__ == "__main__":

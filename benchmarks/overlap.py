@@ -6,9 +6,6 @@ chunk as the encoder alone needs, which is the worst case for overlap. It writes
 
 from __future__ import annotations
 
-import json
-import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,11 +13,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import torch
+from recording import write_record
 
 from lowmem_core.frames import FrameChunk
 from lowmem_core.write import VideoSettings, write_mp4
 
-RECORD = Path(__file__).parent / "records" / "overlap.json"
 CHUNKS, HEIGHT, WIDTH = 30, 480, 832
 
 
@@ -55,17 +52,13 @@ def main() -> None:
         together_s = timed(wait_s)
         rows.append({"write_s": write_s, "decode_s": decode_s, "together_s": together_s})
     ratios = sorted(row["together_s"] / max(row["write_s"], row["decode_s"]) for row in rows)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    record = {
-        "command": "python benchmarks/overlap.py",
-        "commit": commit,
-        "machine": f"{platform.machine()}, 2 cores",
+    facts = {
         "shape": f"{WIDTH}x{HEIGHT}x{4 * CHUNKS}, h264",
         "runs": rows,
         "together_over_longer": {"median": round(ratios[1], 3), "worst": round(ratios[2], 3)},
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record["together_over_longer"]))
+    write_record("overlap", facts, versions=("torch", "av"))
+    print(facts["together_over_longer"])
 
 
 if __name__ == "__main__":

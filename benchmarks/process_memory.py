@@ -7,14 +7,14 @@ Run ``python benchmarks/process_memory.py``; each length runs in a process of it
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 from fractions import Fraction
 from pathlib import Path
 
-RECORD = Path(__file__).parent / "records" / "process_memory.json"
+from recording import write_record
+
 LENGTHS = (21, 1251)  # latent frames: 81 and 5,001 frames
 
 
@@ -49,18 +49,14 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     slope = (rows[1]["peak_bytes"] - rows[0]["peak_bytes"]) / (rows[1]["frames"] - rows[0]["frames"])
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    record = {
-        "command": "python benchmarks/process_memory.py",
-        "commit": commit,
-        "machine": f"{platform.machine()}, 2 cores, no GPU",
+    facts = {
         "vae": "tiny Wan 2.2, 64x64, fp32",
         "measured_by": "rss (anonymous)",
         "runs": rows,
         "slope_bytes_per_frame": round(slope),
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
+    write_record("process_memory", facts, machine="no GPU")
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":
