@@ -81,8 +81,9 @@ def _memory_inputs() -> list[io.Input]:
             "tiling",
             options=TILINGS,
             default="auto",
-            tooltip="auto: whole frames if they fit, else tiles that give the same pixels. off: whole frames or an "
-            "error. size: tiles of tile_size. blended: overlapping tiles, faded into each other; the pixels differ.",
+            tooltip="auto: the exact tiles of this VAE and frame size, the same on every card, with the pixels of "
+            "whole frames up to rounding. off: whole frames or an error. size: tiles of tile_size. "
+            "blended: overlapping tiles, faded into each other; the pixels differ.",
         ),
         io.Int.Input(
             "tile_size",
