@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from .decode import DecoderTree
     from .memory import MemoryMeter
+    from .shapes import LatentShape
     from .write import VideoSettings
 
 BLENDED = "blended"
@@ -113,24 +115,17 @@ class DecodeReport:
         )
 
 
-def plan_for(
-    latents: Tensor, vae: nn.Module, tiling: str | int, budget: MemoryBudget, free_bytes: int | None = None
-) -> DecodePlan:
-    """Plan a decode of ``latents`` under ``budget``, or under the free bytes where no limit is set.
+def plan_for(shape: LatentShape, tree: DecoderTree, tiling: str | int, device_bytes: int | None) -> DecodePlan:
+    """Plan a decode of latents of ``shape`` by ``tree``, all of it within ``device_bytes``; None is no limit.
 
     Raises:
-        RequestError: The latents do not fit the VAE.
+        RequestError: ``tiling`` is unknown.
         BudgetError: Nothing fits.
     """
-    from .decode import latent_shape_of, read_decoder
-
-    shape = latent_shape_of(latents, vae)
-    tree = read_decoder(vae)
-    limit = budget.device_bytes if budget.device_bytes is not None else free_bytes
-    element_bytes = tree.dtype.itemsize
+    element_bytes, weight_bytes = tree.dtype.itemsize, tree.weight_bytes
     if tiling == BLENDED:
-        return plan_blended(tree.spec, shape, element_bytes, weight_bytes=tree.weight_bytes, budget_bytes=limit)
-    return plan_decode(tree.spec, shape, element_bytes, tiling, weight_bytes=tree.weight_bytes, budget_bytes=limit)
+        return plan_blended(tree.spec, shape, element_bytes, weight_bytes=weight_bytes, budget_bytes=device_bytes)
+    return plan_decode(tree.spec, shape, element_bytes, tiling, weight_bytes=weight_bytes, budget_bytes=device_bytes)
 
 
 def meter_for(device: torch.device, budget: MemoryBudget) -> MemoryMeter:
@@ -157,7 +152,8 @@ def decode_to_mp4(request: DecodeRequest, host: Host) -> DecodeReport:
 
     started = time.perf_counter()
     shape = latent_shape_of(request.latents, request.vae)
-    plan = plan_for(request.latents, request.vae, request.tiling, request.budget, _free_bytes(request, host))
+    tree = read_decoder(request.vae)
+    plan = plan_for(shape, tree, request.tiling, _device_limit(request, host))
     if request.budget.host_bytes is not None and plan.host_bytes > request.budget.host_bytes:
         raise RequestError(
             "the decode needs more host memory than its budget",
@@ -169,9 +165,9 @@ def decode_to_mp4(request: DecodeRequest, host: Host) -> DecodeReport:
     meter = meter_for(host.devices.compute, request.budget)
     meter.reset_peak()
     services = DecodeServices(host.devices, meter, host.interrupt, host.progress)
-    video = shape.video(read_decoder(request.vae).spec.scale)
+    video = shape.video(tree.spec.scale)
     watch = _Watch(host)
-    chunks = watch.over(decode_frames(request.latents, request.vae, plan, services))
+    chunks = watch.over(decode_frames(request.latents, request.vae, plan, services, tree=tree))
     path = write_mp4(chunks, request.path, request.video, expected_frames=video.frames, interrupt=host.interrupt)
     phase = PhaseReport("decode", plan.planned_peak_bytes, meter.peak_bytes, meter.measured_by, watch.decode_s)
     return DecodeReport(
@@ -187,10 +183,10 @@ def decode_to_mp4(request: DecodeRequest, host: Host) -> DecodeReport:
     )
 
 
-def _free_bytes(request: DecodeRequest, host: Host) -> int | None:
-    """Return the device bytes that could be had, after asking the host once where no budget is set."""
+def _device_limit(request: DecodeRequest, host: Host) -> int | None:
+    """Return the device bytes that a plan may use: the budget, or without one what the host could make free."""
     if request.budget.device_bytes is not None:
-        return None
+        return request.budget.device_bytes
     return host.devices.free_bytes()
 
 

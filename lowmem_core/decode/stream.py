@@ -29,7 +29,12 @@ from .stages import FrameBuffer, Pass, StageRunner
 
 
 def decode_frames(
-    latents: Tensor, vae: nn.Module, plan: DecodePlan, services: DecodeServices | None = None
+    latents: Tensor,
+    vae: nn.Module,
+    plan: DecodePlan,
+    services: DecodeServices | None = None,
+    *,
+    tree: DecoderTree | None = None,
 ) -> Iterator[FrameChunk]:
     """Decode latents to frames, one latent frame at a time, as ``plan`` says.
 
@@ -41,6 +46,7 @@ def decode_frames(
         vae: A diffusers ``AutoencoderKLWan``; its dtype is the dtype of the decode.
         plan: From ``plan_decode`` or ``plan_blended`` for this VAE and this size.
         services: Devices, meter, interrupt and progress; by default the processor alone.
+        tree: The decoder of ``vae``, from a caller that has read it and checked the latents to make the plan.
 
     Yields:
         Chunks ``[F, H, W, 3]``, float32 RGB in 0..1, on the CPU, in order, without overlap.
@@ -49,22 +55,26 @@ def decode_frames(
         RequestError: The latents do not fit the VAE.
         DeviceMemoryError: The device ran out on every rung.
     """
-    latent_shape_of(latents, vae)
-    return _frames(latents, vae, plan, services or DecodeServices())
+    if tree is None:
+        latent_shape_of(latents, vae)
+    return _frames(decode_samples(latents, vae, plan, services or DecodeServices(), tree=tree))
 
 
-def _frames(latents: Tensor, vae: nn.Module, plan: DecodePlan, services: DecodeServices) -> Iterator[FrameChunk]:
+def _frames(samples: Iterator[Tensor]) -> Iterator[FrameChunk]:
+    """Turn the VAE's output into chunks of frames."""
     first = 0
-    for sample in decode_samples(latents, vae, plan, services):
+    for sample in samples:
         with torch.inference_mode():
             frames = sample[0].permute(1, 2, 3, 0).float().add_(1.0).mul_(0.5)
         yield FrameChunk(frames.contiguous(), first)
         first += int(frames.shape[0])
 
 
-def decode_samples(latents: Tensor, vae: nn.Module, plan: DecodePlan, services: DecodeServices) -> Iterator[Tensor]:
+def decode_samples(
+    latents: Tensor, vae: nn.Module, plan: DecodePlan, services: DecodeServices, *, tree: DecoderTree | None = None
+) -> Iterator[Tensor]:
     """Yield the VAE's own output of each latent frame: ``[1, 3, F, H, W]`` in -1..1, VAE dtype, on the CPU."""
-    tree = read_decoder(vae)
+    tree = tree or read_decoder(vae)
     if latents.ndim == 4:
         latents = latents.unsqueeze(2)
     with ExitStack() as stack:
