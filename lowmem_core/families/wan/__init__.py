@@ -1,0 +1,1 @@
+"""Wan 2.x text, image and video models."""
