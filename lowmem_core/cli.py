@@ -66,6 +66,9 @@ def _add_decode_options(decode: argparse.ArgumentParser) -> None:
     decode.add_argument("--codec", default="h264", help="h264, hevc or av1")
     decode.add_argument("--crf", type=int, default=18, help="quality, lower is better")
     decode.add_argument("--bit-depth", type=int, default=8, choices=(8, 10))
+    decode.add_argument(
+        "--discard-partial", action="store_true", help="keep no playable part when the video cannot be finished"
+    )
     decode.add_argument("--compare", action="store_true", help="also decode the plain way and compare")
     decode.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -124,7 +127,11 @@ def _request(options: argparse.Namespace) -> tuple[DecodeRequest, Host]:
     dtype: torch.dtype = getattr(torch, _DTYPES[name])
     budget = parse_bytes(options.device_budget) if options.device_budget else None
     settings = VideoSettings(
-        fps=parse_fps(options.fps), codec=options.codec, crf=options.crf, bit_depth=options.bit_depth
+        fps=parse_fps(options.fps),
+        codec=options.codec,
+        crf=options.crf,
+        bit_depth=options.bit_depth,
+        keep_partial=not options.discard_partial,
     )
     request = DecodeRequest(
         latents=read_latents(options.latents),

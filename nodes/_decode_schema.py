@@ -75,7 +75,7 @@ def _file_inputs() -> list[io.Input]:
 
 
 def _memory_inputs() -> list[io.Input]:
-    """Return what decides how memory is spent, and the optional sockets."""
+    """Return what decides how memory is spent and what a failure leaves, and the optional sockets."""
     return [
         io.Combo.Input(
             "tiling",
@@ -92,6 +92,12 @@ def _memory_inputs() -> list[io.Input]:
             max=4096,
             step=16,
             tooltip="Side of a tile in pixels, used when tiling is size.",
+        ),
+        io.Boolean.Input(
+            "keep_partial",
+            default=True,
+            optional=True,
+            tooltip="When the run is stopped or fails, keep the frames so far as a playable <name>.partial.mp4.",
         ),
         io.Audio.Input("audio", optional=True, tooltip="Sound for the video."),
         BUDGET.Input("budget", optional=True, tooltip="A limit for this node. Without it: all that can be freed."),

@@ -80,4 +80,5 @@ def video_settings(settings: dict[str, Any], metadata: dict[str, str]) -> VideoS
         bit_depth=int(settings["bit_depth"]),
         metadata=metadata,
         audio=AudioTrack(audio["waveform"], audio["sample_rate"]) if audio else None,
+        keep_partial=settings.get("keep_partial", True),
     )

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from lowmem_core.cli import main
+from lowmem_core.decode.stream import LatentFrameDecoder
 from lowmem_core.write import probe_video
 
 
@@ -65,6 +67,25 @@ def test_what_cannot_work_is_explained_and_leaves_no_file(
     assert main(["decode", *tiny, "--out", str(tmp_path / "c.mp4"), *extra]) == 1
     assert text in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "kept"), [([], ["d.partial.mp4"]), (["--discard-partial"], [])], ids=["keep", "discard"]
+)
+def test_a_stopped_decode_keeps_its_part_unless_told(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: list[str], kept: list[str]
+) -> None:
+    """Ctrl-C half way leaves the playable part, or nothing."""
+    original = LatentFrameDecoder.decode
+
+    def stop_at_the_last(self: LatentFrameDecoder, latent: Tensor, index: int, count: int) -> Tensor:
+        if index == count - 1:
+            raise KeyboardInterrupt
+        return original(self, latent, index, count)
+
+    monkeypatch.setattr(LatentFrameDecoder, "decode", stop_at_the_last)
+    assert main(["decode", *tiny, "--out", str(tmp_path / "d.mp4"), *extra]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == kept
 
 
 def test_the_demo_says_where_the_video_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,6 +282,35 @@ def test_the_stop_button_stops(nodes: dict[str, Any], handle: Any, base_director
     assert list((base_directory / "output" / "stopped").glob("clip*.mp4")) == []
 
 
+@pytest.mark.parametrize(
+    ("widget", "left"), [({}, 1), ({"keep_partial": True}, 1), ({"keep_partial": False}, 0)], ids=str
+)
+def test_a_stopped_run_keeps_its_part_if_wanted(
+    nodes: dict[str, Any],
+    handle: Any,
+    base_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    widget: dict[str, bool],
+    left: int,
+) -> None:
+    """The part is what was decoded by then; workflows saved without the widget keep it."""
+    management = importlib.import_module("comfy.model_management")
+    decoder = core("decode.stream").LatentFrameDecoder
+    original = decoder.decode
+
+    def stop_at_the_last(self: Any, latent: torch.Tensor, index: int, count: int) -> torch.Tensor:
+        if index == count - 1:
+            management.interrupt_current_processing(True)
+            management.throw_exception_if_processing_interrupted()
+        return original(self, latent, index, count)
+
+    monkeypatch.setattr(decoder, "decode", stop_at_the_last)
+    name = f"part{len(widget)}{left}"
+    with pytest.raises(management.InterruptProcessingException):
+        run(nodes["LowmemWanStreamingDecode"], **decode_inputs(handle, filename_prefix=f"{name}/clip", **widget))
+    assert len(list((base_directory / "output" / name).glob("*.partial.mp4"))) == left
+
+
 def test_progress_and_preview_reach_the_host(pack: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar carries the node's id, and previews are JPEG images."""
     calls: list[tuple[Any, ...]] = []
