@@ -81,7 +81,7 @@ class BlendedFrameDecoder:
     def _tile(self, number: int, source: FrameBuffer, rect: Rect, is_first: bool) -> Tensor:
         self._services.interrupt.check()
         own = Rect(Span(0, rect.rows.size), Span(0, rect.cols.size))
-        self._cache.begin()
+        self._cache.begin(number)
         window = TileWindow(self._cache, number, (rect.rows.size, rect.cols.size), own, own)
         state = source.read(rect, self._memory)
         for layer in self._tree.layers:

@@ -33,10 +33,11 @@ class CausalCache:
         self._pending: list[Tensor | None] = []
         self._spares: list[Tensor] = []
 
-    def begin(self) -> None:
-        """Start a pass over a tile, forgetting an unfinished one."""
+    def begin(self, tile: int) -> None:
+        """Start a pass over ``tile``, forgetting an unfinished one and the spares of tiles of another shape."""
         self._release(self._pending)
         self._pending = [None] * self._convolutions
+        self._keep_spares(self._committed.get(tile, []))
 
     def commit(self, tile: int) -> None:
         """Make what the pass remembered the state of ``tile``."""
@@ -80,8 +81,13 @@ class CausalCache:
         if self._is_poisoned:
             for tensor in released:
                 tensor.fill_(float("nan"))
-        shapes = {tuple(tensor.shape) for tensor in released}
-        self._spares = [spare for spare in self._spares if tuple(spare.shape) in shapes] + released
+        self._keep_spares(tensors)
+        self._spares += released
+
+    def _keep_spares(self, like: list[Tensor | None]) -> None:
+        """Drop the spares that have not the shape of one of ``like``."""
+        shapes = {tuple(tensor.shape) for tensor in like if tensor is not None}
+        self._spares = [spare for spare in self._spares if tuple(spare.shape) in shapes]
 
 
 class TileWindow:

@@ -126,7 +126,7 @@ class StageRunner:
         if not pieces or not self._has_room(devices, len(pieces)):
             return False
         try:
-            self._cache.begin()
+            self._cache.begin(number)
             for piece in pieces:
                 self._run_piece(number, piece, step)
             self._cache.commit(number)

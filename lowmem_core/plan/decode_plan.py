@@ -202,7 +202,8 @@ def _priced(terms: _Terms, stages: tuple[StagePlan, ...], tiling: str) -> Decode
     totals = [total_cost(spec, stage, element_bytes) for stage in stages]
     peak = max(largest_cost(spec, stage, element_bytes, is_first=is_first).peak_bytes for stage in stages)
     caches = 0 if is_first else sum(total.cache_bytes for total in totals)
-    spare = 0 if is_first else max(largest_cost(spec, s, element_bytes, is_first=False).cache_bytes for s in stages)
+    # Each stage keeps the state that its last tile replaced, to write the next one's into.
+    spare = 0 if is_first else sum(largest_cost(spec, s, element_bytes, is_first=False).cache_bytes for s in stages)
     fits = terms.fits(peak + caches + spare)
     buffers, bus = _buffer_bytes(spec, stages, element_bytes, is_first)
     return DecodePlan(

@@ -85,6 +85,18 @@ def test_measured_is_within_planned_within_budget(small: Any, tiling: str) -> No
     assert 0.75 * limit <= used <= limit
 
 
+def test_tiles_with_caches_on_the_device_keep_to_the_plan(wide: Any) -> None:
+    """Tiles of several shapes in several stages take no more than planned, spares included."""
+    plan = wide.plan(64 * wide.spec.patch)
+    assert len({(t.extent.rows.size, t.extent.cols.size) for t in plan.stages[-1].tiles()}) > 1
+    meter = LiveStorageMeter("cpu")
+    for _ in decode_samples(wide.latents, wide.vae, plan, DecodeServices(meter=meter)):
+        pass
+    used = meter.peak_bytes - read_decoder(wide.vae).weight_bytes
+    assert plan.has_device_caches
+    assert 0.75 * plan.planned_peak_bytes <= used <= plan.planned_peak_bytes
+
+
 def test_passing_the_limit_raises(small: Any) -> None:
     """A limit below what is live stops the run, whatever was planned."""
     services = DecodeServices(meter=LiveStorageMeter("cpu", limit_bytes=200_000))
