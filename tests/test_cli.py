@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -88,13 +89,15 @@ def test_a_stopped_decode_keeps_its_part_unless_told(
     assert [path.name for path in tmp_path.iterdir()] == kept
 
 
-def test_the_demo_says_where_the_video_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two playable videos, with the memory table of each."""
+def test_the_demo_shows_tiles_and_how_exact_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two playable videos with the memory table of each, one of them in tiles, and the difference of the two."""
     assert main(["demo", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "live-storage" in printed
-    assert str(tmp_path / "demo_auto.mp4") in printed
-    assert probe_video(tmp_path / "demo_auto.mp4").frames == 13
+    assert "stages 1x1, 3x2" in printed
+    assert float(re.search(r"largest difference (\S+) of 2", printed)[1]) <= 4e-6
+    assert str(tmp_path / "demo_tiles.mp4") in printed
+    assert [probe_video(tmp_path / f"demo_{name}.mp4").frames for name in ("whole", "tiles")] == [9, 9]
 
 
 def test_tiny_files_for_a_folder_that_is_not_comfyui(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
