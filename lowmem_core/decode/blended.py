@@ -6,18 +6,25 @@ respect but one, agreement with earlier results. This is the explicit choice for
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import DeviceMemoryError
 from ..place import OffloadMemory
+from ..plan.decode_plan import DecodePlan
 from ..plan.grid import Rect, Span
+from ..units import format_bytes
 from .causal import CausalCache, TileWindow
 from .decoder_tree import DecoderTree
 from .pixels import to_pixels
+from .recovery import clear_device, free_words, has_room, survives
 from .services import DecodeServices
 from .stages import FrameBuffer
+
+_log = logging.getLogger(__name__)
 
 
 class BlendedFrameDecoder:
@@ -26,8 +33,8 @@ class BlendedFrameDecoder:
     Args:
         vae: The VAE, which blends.
         tree: Its decoder.
-        overlap_pixels: Side of a tile and distance of two tiles, in pixels.
-        has_device_caches: Keep the causal caches on the device.
+        plan: From ``plan_blended``.
+        overlap_pixels: Its side of a tile and distance of two tiles, in pixels.
         services: Surroundings.
     """
 
@@ -35,8 +42,8 @@ class BlendedFrameDecoder:
         self,
         vae: nn.Module,
         tree: DecoderTree,
+        plan: DecodePlan,
         overlap_pixels: tuple[int, int],
-        has_device_caches: bool,
         services: DecodeServices,
     ) -> None:
         self._vae: Any = vae
@@ -44,9 +51,10 @@ class BlendedFrameDecoder:
         self._memory = OffloadMemory(services.devices.compute, services.meter.host_allocation)
         convolutions = tree.spec.convolutions(0, len(tree.spec.layers))
         self._cache = CausalCache(
-            self._memory, convolutions, on_device=has_device_caches, is_poisoned=services.is_poisoned
+            self._memory, convolutions, on_device=plan.has_device_caches, is_poisoned=services.is_poisoned
         )
         tile, stride = overlap_pixels
+        self._needed_bytes = plan.activation_peak_bytes
         self._latent_tile, self._latent_stride = tile // tree.spec.scale, stride // tree.spec.scale
         self._stride = stride // tree.spec.patch
         self._overlap = (tile - stride) // tree.spec.patch
@@ -79,13 +87,41 @@ class BlendedFrameDecoder:
         return to_pixels(whole, self._tree.spec.patch)
 
     def _tile(self, number: int, source: FrameBuffer, rect: Rect, is_first: bool) -> Tensor:
+        """Compute one tile; after an out-of-memory once more, with the device cleared.
+
+        There is no lower rung: in pieces the tile would have other pixels than diffusers' own.
+
+        Raises:
+            DeviceMemoryError: It ran out twice.
+        """
         self._services.interrupt.check()
+        devices, done = self._services.devices, list[Tensor]()
+        for is_retry in (False, True):
+            if is_retry:
+                _log.warning("blended tile %d ran out of device memory: again with the device cleared", number)
+                clear_device(devices, self._cache, self._needed_bytes)
+            if has_room(devices, self._needed_bytes) and survives(
+                lambda: done.append(self._run(number, source, rect, is_first))
+            ):
+                return done[0]
+        raise self._exhausted(number)
+
+    def _run(self, number: int, source: FrameBuffer, rect: Rect, is_first: bool) -> Tensor:
         own = Rect(Span(0, rect.rows.size), Span(0, rect.cols.size))
         self._cache.begin(number)
         window = TileWindow(self._cache, number, (rect.rows.size, rect.cols.size), own, own)
         state = source.read(rect, self._memory)
         for layer in self._tree.layers:
             layer.run(state, window, is_first)
-        self._cache.commit(number)
         with self._services.meter.host_allocation():
-            return state.take().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            tile = state.take().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self._cache.commit(number)
+        return tile
+
+    def _exhausted(self, number: int) -> DeviceMemoryError:
+        return DeviceMemoryError(
+            f"blended tile {number} ran out of device memory twice",
+            need=f"about {format_bytes(self._needed_bytes)} for activations",
+            have=free_words(self._services.devices),
+            remedy='Set tiling to "auto", whose tiles can be cut smaller, or close other programs on the card.',
+        )

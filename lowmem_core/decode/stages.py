@@ -9,13 +9,11 @@ state are written when it is done. So when the device runs out, that tile alone 
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..errors import DeviceMemoryError
@@ -26,17 +24,10 @@ from ..plan.stage_search import StagePlan
 from ..units import format_bytes
 from .causal import CausalCache, TileWindow, crop
 from .layers import Activation, Attention, Layer
+from .recovery import clear_device, free_words, has_room, survives
 
 _log = logging.getLogger(__name__)
 _RUNGS = ("as planned", "again with the device cleared", "in 4 pieces", "in 16 pieces", "in 64 pieces")
-_OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that an allocation failed, on any backend."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY_TEXTS)
 
 
 @dataclass
@@ -121,20 +112,17 @@ class StageRunner:
         tile = self._tiles[number]
         if rung:
             _log.warning("tile %d ran out of device memory: %s", number, _RUNGS[rung])
-            self._clear_device(devices)
+            clear_device(devices, self._cache, self._needed_bytes)
         pieces = self._pieces(tile, 2 ** max(0, rung - 1))
-        if not pieces or not self._has_room(devices, len(pieces)):
+        if not pieces or not has_room(devices, self._needed_bytes // len(pieces)):
             return False
-        try:
-            self._cache.begin(number)
-            for piece in pieces:
-                self._run_piece(number, piece, step)
-            self._cache.commit(number)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        return True
+        return survives(lambda: self._run_pieces(number, pieces, step))
+
+    def _run_pieces(self, number: int, pieces: tuple[Tile, ...], step: Pass) -> None:
+        self._cache.begin(number)
+        for piece in pieces:
+            self._run_piece(number, piece, step)
+        self._cache.commit(number)
 
     def _run_piece(self, number: int, piece: Tile, step: Pass) -> None:
         """Compute one piece, given in positions counted from its tile's corner."""
@@ -159,24 +147,10 @@ class StageRunner:
             return ()
         return tiles_of(height, width, per_side, per_side, self._plan.halo)
 
-    def _has_room(self, devices: Devices, pieces: int) -> bool:
-        free = devices.free_bytes()
-        needed = self._needed_bytes // pieces
-        if free is None or free >= needed:
-            return True
-        devices.make_room(needed)
-        return (devices.free_bytes() or 0) >= needed
-
-    def _clear_device(self, devices: Devices) -> None:
-        self._cache.move_to_host()
-        gc.collect()
-        devices.make_room(self._needed_bytes)
-
     def _exhausted(self, number: int, devices: Devices) -> DeviceMemoryError:
-        free = devices.free_bytes()
         return DeviceMemoryError(
             f"tile {number} of the decode ran out of device memory on every rung",
             need=f"about {format_bytes(self._needed_bytes)} for activations",
-            have="unknown" if free is None else f"{format_bytes(free)} free",
+            have=free_words(devices),
             remedy="Close other programs on the card, or decode with a smaller device budget.",
         )

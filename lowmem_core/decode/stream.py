@@ -86,7 +86,7 @@ def decode_samples(
         if plan.overlap_pixels is None:
             decoder = LatentFrameDecoder(tree, plan, services)
         else:
-            decoder = BlendedFrameDecoder(vae, tree, plan.overlap_pixels, plan.has_device_caches, services)
+            decoder = BlendedFrameDecoder(vae, tree, plan, plan.overlap_pixels, services)
         for index in range(count):
             with services.meter.measuring(), torch.inference_mode():
                 sample = decoder.decode(latents[:, :, index : index + 1], index, count)

@@ -17,10 +17,12 @@ from lowmem_core.decode import (
     read_decoder,
 )
 from lowmem_core.decode import stages as stages_module
+from lowmem_core.decode.causal import CausalCache
 from lowmem_core.errors import BudgetError, BudgetExceededError, DeviceMemoryError, RequestError
 from lowmem_core.host import PlainDevices
 from lowmem_core.memory import LiveStorageMeter
 from lowmem_core.place.resident import _residencies
+from lowmem_core.plan import DecodePlan, plan_blended
 
 OOM = torch.OutOfMemoryError
 
@@ -145,6 +147,43 @@ def test_hopeless_out_of_memory_says_so(small: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stages_module.StageRunner, "_run_piece", fail)
     with pytest.raises(DeviceMemoryError, match="Close"):
         small.decode(small.plan("off"))
+
+
+def blended_plan(case: Any) -> DecodePlan:
+    """Plan 2 x 2 overlapping tiles of a small case."""
+    sides = {"tile_pixels": 8 * case.spec.scale, "stride_pixels": 6 * case.spec.scale}
+    return plan_blended(case.spec, latent_shape_of(case.latents, case.vae), 4, **sides)
+
+
+def test_out_of_memory_in_a_blended_tile_keeps_the_bits(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile runs again from the same state with the device cleared, whichever it is."""
+    plan = blended_plan(small)
+    expected = small.decode(plan)
+    original = CausalCache.commit
+    for failing in range(8):
+        calls = iter(range(10_000))
+
+        def commit(self: CausalCache, tile: int, failing: int = failing, calls: Any = calls) -> None:
+            if next(calls) == failing:
+                raise OOM("injected")
+            original(self, tile)
+
+        monkeypatch.setattr(CausalCache, "commit", commit)
+        assert torch.equal(small.decode(plan), expected), failing
+        assert next(calls) == 9
+
+
+def test_hopeless_out_of_memory_in_a_blended_tile_names_another_tiling(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blended tiles are not cut for the user: their pixels would change."""
+
+    def fail(*_: Any) -> None:
+        raise OOM("injected")
+
+    monkeypatch.setattr(CausalCache, "commit", fail)
+    with pytest.raises(DeviceMemoryError, match='tiling to "auto"'):
+        small.decode(blended_plan(small))
 
 
 def test_too_little_free_memory_is_seen_before_a_tile(small: Any) -> None:
