@@ -6,6 +6,7 @@ LowmemError
 |-- BudgetError             a plan that does not fit, raised before anything is loaded
 |-- BudgetExceededError     live bytes passed the limit during a run: a defect of ours
 |-- DeviceMemoryError       the device ran out and every smaller step was tried
+|-- NotFiniteError          a model gave NaN or infinity
 |-- WriteError              a video file could not be finished
 `-- MissingDependencyError  an optional package is not installed
 
@@ -69,6 +70,10 @@ class BudgetExceededError(LowmemError):
 
 class DeviceMemoryError(LowmemError):
     """The device ran out of memory and every smaller step was tried."""
+
+
+class NotFiniteError(LowmemError):
+    """A model gave NaN or infinity."""
 
 
 class WriteError(LowmemError):
