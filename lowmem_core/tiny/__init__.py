@@ -1,6 +1,15 @@
 """Tiny checkpoints and latents, for the demo, the example workflows and the tests."""
 
 from .latents import write_tiny_latents
+from .wan_transformer import WAN_KINDS, tiny_wan_config, tiny_wan_tensors, write_tiny_wan
 from .wan_vae import tiny_wan_vae_tensors, write_tiny_wan_vae
 
-__all__ = ["tiny_wan_vae_tensors", "write_tiny_latents", "write_tiny_wan_vae"]
+__all__ = [
+    "WAN_KINDS",
+    "tiny_wan_config",
+    "tiny_wan_tensors",
+    "tiny_wan_vae_tensors",
+    "write_tiny_latents",
+    "write_tiny_wan",
+    "write_tiny_wan_vae",
+]

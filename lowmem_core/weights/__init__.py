@@ -2,6 +2,16 @@
 
 from .checkpoint import Checkpoint
 from .key_map import wan_vae_key_map
-from .tensor_info import TensorInfo, TensorLocation
+from .tensor_info import Packing, TensorInfo, TensorLocation
+from .wan_keys import wan_diffusers_name, wan_original_name, wan_prefix_of
 
-__all__ = ["Checkpoint", "TensorInfo", "TensorLocation", "wan_vae_key_map"]
+__all__ = [
+    "Checkpoint",
+    "Packing",
+    "TensorInfo",
+    "TensorLocation",
+    "wan_diffusers_name",
+    "wan_original_name",
+    "wan_prefix_of",
+    "wan_vae_key_map",
+]

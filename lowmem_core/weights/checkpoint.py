@@ -1,19 +1,20 @@
 """A checkpoint of any form as names, shapes and dtypes, with the bytes of a tensor read only when asked.
 
-Forms: one ``.safetensors`` file, one PyTorch file, a diffusers folder (``config.json`` beside one safetensors
-file or a sharded index), or a state dict that the host already holds.
+Forms: one ``.safetensors`` file, one GGUF file, one PyTorch file, a diffusers folder (``config.json`` beside one
+safetensors file or a sharded index), or a state dict that the host already holds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CheckpointError
+from .gguf_file import GgufFile
 from .safetensors_file import SafetensorsFile
-from .tensor_info import TensorInfo
+from .tensor_info import TensorInfo, TensorLocation
 from .tensor_mapping import TensorMapping, checked_tensors, read_torch_file
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ class _Part(Protocol):
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(name, tensor)`` for ``names``."""
+
+    def location(self, name: str) -> TensorLocation | None:
+        """Return where the bytes of tensor ``name`` are in a file, or None."""
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
@@ -103,6 +107,20 @@ class Checkpoint(Mapping[str, TensorInfo]):
         seen._parts = {name: part for name, part in self._parts.items() if name.startswith(prefix)}
         return seen
 
+    def without(self, names: Container[str]) -> Checkpoint:
+        """Return the same checkpoint without the tensors called ``names``."""
+        seen = Checkpoint([], self.source, self.config)
+        seen._parts = {name: part for name, part in self._parts.items() if name not in names}
+        return seen
+
+    def location(self, name: str) -> TensorLocation | None:
+        """Return where the bytes of tensor ``name`` are, or None where they are not in one piece of a file.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
+        return self._part_of(name).location(name)
+
     def read(self, name: str) -> Tensor:
         """Return tensor ``name``: mapped from its file on the CPU, or the host's own tensor.
 
@@ -136,11 +154,13 @@ def _open_file(path: Path) -> _Part:
     _check_is_file(path)
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
+    if path.suffix == ".gguf":
+        return GgufFile(path)
     if path.suffix in TORCH_SUFFIXES:
         return read_torch_file(path)
     raise CheckpointError(
         f"cannot tell the form of {path}",
-        need=".safetensors, " + ", ".join(TORCH_SUFFIXES) + " or a diffusers folder",
+        need=".safetensors, .gguf, " + ", ".join(TORCH_SUFFIXES) + " or a diffusers folder",
         have=path.suffix or "no suffix",
     )
 

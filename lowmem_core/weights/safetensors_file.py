@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..units import format_bytes
-from .tensor_info import TensorInfo
+from .tensor_info import TensorInfo, TensorLocation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,18 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.infos: dict[str, TensorInfo] = _read_infos(path)
+        self.infos: dict[str, TensorInfo] = {}
+        self._begins: dict[str, int] = {}
+        for name, info, begin in _read_entries(path):
+            self.infos[name] = info
+            self._begins[name] = begin
+
+    def location(self, name: str) -> TensorLocation | None:
+        """Return where tensor ``name`` is, or None if the width of its dtype is unknown."""
+        info = self.infos[name]
+        if info.nbytes is None:
+            return None
+        return TensorLocation(self.path, self._begins[name], info.nbytes, info.dtype, info.shape)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(name, tensor)`` for ``names``, in order; the tensors are on the CPU and map the file.
@@ -52,8 +63,8 @@ class SafetensorsFile:
             raise CheckpointError(f"cannot read {self.path}", have=str(error), remedy=_REMEDY) from error
 
 
-def _read_infos(path: Path) -> dict[str, TensorInfo]:
-    """Return the description of every tensor in ``path`` after checking that its bytes are there."""
+def _read_entries(path: Path) -> Iterator[tuple[str, TensorInfo, int]]:
+    """Yield name, description and first byte of every tensor in ``path`` after checking that its bytes are there."""
     try:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
@@ -66,11 +77,10 @@ def _read_infos(path: Path) -> dict[str, TensorInfo]:
     if not raw:
         raise _damaged(path, f"a file of {format_bytes(file_bytes)} without a whole header")
     data_bytes = file_bytes - 8 - header_bytes
-    infos: dict[str, TensorInfo] = {}
     for name, entry in _parse(path, raw).items():
         if name != "__metadata__":
-            infos[name] = _checked_info(path, name, entry, data_bytes)
-    return infos
+            info, begin = _checked_entry(path, name, entry, data_bytes)
+            yield name, info, 8 + header_bytes + begin
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _checked_info(path: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
+def _checked_entry(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[TensorInfo, int]:
     """Return what header ``entry`` says of tensor ``name``, whose bytes must lie within ``data_bytes``."""
     try:
         info = TensorInfo(tuple(int(size) for size in entry["shape"]), str(entry["dtype"]))
@@ -100,7 +110,7 @@ def _checked_info(path: Path, name: str, entry: Any, data_bytes: int) -> TensorI
             have=format_bytes(data_bytes),
             remedy=_REMEDY,
         )
-    return info
+    return info, begin
 
 
 def _damaged(path: Path, have: str) -> CheckpointError:

@@ -44,11 +44,35 @@ _TORCH_NAMES = {
 }
 
 
+class Packing(NamedTuple):
+    """What the bytes of a tensor stand for that is stored in packed blocks, as in GGUF files.
+
+    Attributes:
+        kind: The packed type, such as ``"Q4_K"``.
+        shape: The shape of the unpacked tensor.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+
+
 class TensorInfo(NamedTuple):
-    """Shape and dtype of a stored tensor; the dtype is spelled as in safetensors, for example ``"BF16"``."""
+    """Shape and dtype of a stored tensor.
+
+    Attributes:
+        shape: As it is stored: rows of bytes where it is packed.
+        dtype: Spelled as in safetensors, for example ``"BF16"``; ``"U8"`` where it is packed.
+        packing: What packed bytes stand for, or None.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    packing: Packing | None = None
+
+    @property
+    def unpacked_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that the model knows."""
+        return self.shape if self.packing is None else self.packing.shape
 
     @property
     def nbytes(self) -> int | None:
@@ -63,7 +87,8 @@ class TensorInfo(NamedTuple):
         return cls(tuple(tensor.shape), _TORCH_NAMES.get(name, name.removeprefix("torch.")))
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+        kind = self.dtype if self.packing is None else self.packing.kind
+        return f"{kind} {list(self.unpacked_shape)}"
 
 
 class TensorLocation(NamedTuple):

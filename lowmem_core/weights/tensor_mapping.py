@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from .tensor_info import TensorInfo
+from .tensor_info import TensorInfo, TensorLocation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,10 @@ class TensorMapping:
         """Yield ``(name, tensor)`` for ``names``, in order."""
         for name in names:
             yield name, self._tensors[name]
+
+    def location(self, name: str) -> TensorLocation | None:
+        """Return None: the tensors are in memory, or mapped into it."""
+        return None
 
 
 def read_torch_file(path: Path) -> TensorMapping:
