@@ -22,7 +22,8 @@ LAYERS = (
     {"load", "hooks"},
     {"place", "chunking", "vae"},
     {"denoise", "decode", "write"},
-    {"families", "tiny"},
+    {"families"},
+    {"tiny"},
     {"pipeline"},
     {"cli"},
 )
