@@ -1,7 +1,4 @@
-"""The stages put together: from a request to a finished file, under a budget.
-
-The node, the shell and the benchmarks all call these functions; there is no other path.
-"""
+"""A decode from the request to the finished file, under a budget."""
 
 from __future__ import annotations
 
@@ -11,21 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import RequestError
-from .frames import FrameChunk, FrameHasher
-from .host import Host
-from .memory import MemoryBudget, MemoryReport, PhaseReport
-from .plan import DecodePlan, plan_blended, plan_decode
-from .units import format_bytes
+from ..errors import RequestError
+from ..frames import FrameChunk, FrameHasher
+from ..host import Host
+from ..memory import MemoryBudget, MemoryReport, PhaseReport
+from ..plan import DecodePlan, plan_blended, plan_decode
+from ..units import format_bytes
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from .decode import DecoderTree
-    from .memory import MemoryMeter
-    from .shapes import LatentShape
-    from .write import VideoSettings
+    from ..decode import DecoderTree
+    from ..memory import MemoryMeter
+    from ..shapes import LatentShape
+    from ..write import VideoSettings
 
 BLENDED = "blended"
 
@@ -130,7 +127,7 @@ def plan_for(shape: LatentShape, tree: DecoderTree, tiling: str | int, device_by
 
 def meter_for(device: torch.device, budget: MemoryBudget) -> MemoryMeter:
     """Return the meter of ``device``; on a processor it enforces the device budget."""
-    from .memory import CudaMeter, LiveStorageMeter, NullMeter
+    from ..memory import CudaMeter, LiveStorageMeter, NullMeter
 
     if device.type == "cuda":
         return CudaMeter(device)
@@ -147,8 +144,8 @@ def decode_to_mp4(request: DecodeRequest, host: Host) -> DecodeReport:
         BudgetError: It does not fit; nothing was loaded.
         WriteError: The file could not be finished; the message says what was kept.
     """
-    from .decode import DecodeServices, decode_frames, latent_shape_of, read_decoder
-    from .write import write_mp4
+    from ..decode import DecodeServices, decode_frames, latent_shape_of, read_decoder
+    from ..write import write_mp4
 
     started = time.perf_counter()
     shape = latent_shape_of(request.latents, request.vae)
