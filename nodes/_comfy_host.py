@@ -28,12 +28,17 @@ PREVIEW_SIZE = 512
 class ComfyProgress:
     """The bar and the preview on a node.
 
+    The page keeps a node's last picture after its run and prefers it to the node's output,
+    so a node that ends in a video shows that video only if it sent no pictures.
+
     Args:
         node_id: The node that runs, which may be inside a subgraph ("5:12").
+        is_pictured: Whether the node shows pictures while it runs.
     """
 
-    def __init__(self, node_id: str | None) -> None:
+    def __init__(self, node_id: str | None, is_pictured: bool = True) -> None:
         self._node_id = node_id
+        self._is_pictured = is_pictured
         self._bar: Any = None
         self._phase = ""
 
@@ -46,7 +51,7 @@ class ComfyProgress:
 
     def preview(self, frame: torch.Tensor) -> None:
         """Show ``frame``, ``[H, W, 3]`` float RGB in 0..1 on the CPU, beside the bar."""
-        if self._bar is None:
+        if self._bar is None or not self._is_pictured:
             return
         image = Image.fromarray(to_uint8(frame).numpy())
         self._bar.update_absolute(self._bar.current, preview=("JPEG", image, PREVIEW_SIZE))
@@ -88,9 +93,9 @@ class ComfyDevices:
         management.soft_empty_cache()
 
 
-def comfy_host(node_id: str | None) -> Host:
-    """Return the services of this ComfyUI for the node ``node_id``."""
-    return Host(ComfyDevices(), ComfyProgress(node_id), ComfyInterrupt())
+def comfy_host(node_id: str | None, is_pictured: bool = True) -> Host:
+    """Return the services of this ComfyUI for the node ``node_id``; see ``ComfyProgress``."""
+    return Host(ComfyDevices(), ComfyProgress(node_id, is_pictured), ComfyInterrupt())
 
 
 def vae_names() -> list[str]:

@@ -59,7 +59,7 @@ class LowmemWanStreamingDecode(io.ComfyNode):
             tiling=settings["tile_size"] if settings["tiling"] == "size" else settings["tiling"],
             budget=settings.get("budget") or MemoryBudget(),
         )
-        report = decode_to_mp4(request, comfy_host(cls.hidden.unique_id))
+        report = decode_to_mp4(request, comfy_host(cls.hidden.unique_id, is_pictured=False))
         saved = ui.SavedResult(report.path.name, target.subfolder, io.FolderType(settings["destination"]))
         return io.NodeOutput(InputImpl.VideoFromFile(str(report.path)), report.summary(), ui=ui.PreviewVideo([saved]))
 

@@ -324,6 +324,18 @@ def test_progress_and_preview_reach_the_host(pack: types.ModuleType, monkeypatch
     assert (kind, image.size, size) == ("JPEG", (12, 8), 512)
 
 
+def test_decode_shows_progress_but_no_pictures(
+    nodes: dict[str, Any], handle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture sent while the node runs would keep the page from showing the video after it."""
+    calls: list[tuple[Any, ...]] = []
+    utils = importlib.import_module("comfy.utils")
+    monkeypatch.setattr(utils, "PROGRESS_BAR_HOOK", lambda *values, node_id=None: calls.append(values))
+    run(nodes["LowmemWanStreamingDecode"], **decode_inputs(handle, filename_prefix="unpictured/clip"))
+    assert calls
+    assert [picture for _, _, picture in calls if picture is not None] == []
+
+
 def test_devices_are_those_of_the_host(pack: types.ModuleType) -> None:
     """On the CPU nothing is counted, and asking for room is harmless."""
     devices = sys.modules[f"{PACK}.nodes._comfy_host"].ComfyDevices()
