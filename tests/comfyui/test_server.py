@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,99 +13,11 @@ import av
 import pytest
 import torch
 
-START_S = 300.0
 RUN_S = 240.0
 pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start a server
 
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "example_workflows").glob("*.json"))
-FLAGS = [
-    "--cpu",
-    "--disable-auto-launch",
-    "--disable-api-nodes",
-    "--database-url=sqlite:///:memory:",
-    "--disable-all-custom-nodes",
-    "--whitelist-custom-nodes=lowmem",
-]
-
-
-class ComfyServer:
-    """A ComfyUI server on a free port of this machine.
-
-    Args:
-        comfyui_path: The checkout.
-        base: Its base directory, with our pack in ``custom_nodes``.
-    """
-
-    def __init__(self, comfyui_path: Path, base: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.base = base
-        self.log = base / "server.log"
-        command = [sys.executable, "main.py", *FLAGS, "--port", str(self.port), "--base-directory", str(base)]
-        with self.log.open("wb") as log:
-            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-            self.process = subprocess.Popen(
-                command, cwd=comfyui_path, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
-
-    def call(self, path: str, payload: Any = None) -> Any:
-        """GET ``path``, or POST ``payload`` to it, and return the JSON answer."""
-        data = None if payload is None else json.dumps(payload).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            body = answer.read()
-        return json.loads(body) if body else None
-
-    def wait_until_ready(self) -> None:
-        """Return when the server answers; show its log if it ends instead."""
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                self.call("/system_stats")
-            except OSError:
-                time.sleep(0.5)
-            else:
-                return
-        pytest.fail(f"the server did not start:\n{self.log.read_text(errors='replace')[-4000:]}")
-
-    def post(self, prompt: dict[str, Any]) -> str:
-        """Queue ``prompt`` and return its id."""
-        workflow = {"extra_pnginfo": {"workflow": {"nodes": []}}}
-        return str(self.call("/prompt", {"prompt": prompt, "extra_data": workflow})["prompt_id"])
-
-    def finished(self, prompt_id: str) -> dict[str, Any]:
-        """Wait for the prompt and return its history entry."""
-        deadline = time.monotonic() + RUN_S
-        while time.monotonic() < deadline:
-            history = self.call(f"/history/{prompt_id}")
-            if prompt_id in history:
-                return dict(history[prompt_id])
-            time.sleep(0.1)
-        pytest.fail(f"the prompt did not finish:\n{self.log.read_text(errors='replace')[-4000:]}")
-
-    def stop(self) -> None:
-        """End the server."""
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(20)
-
-
-@pytest.fixture(scope="module")
-def server(comfyui_path: Path, base_directory: Path) -> Iterator[ComfyServer]:
-    """Return a server that is ready."""
-    started = ComfyServer(comfyui_path, base_directory)
-    try:
-        started.wait_until_ready()
-        yield started
-    finally:
-        started.stop()
 
 
 def prompt_of(latent: str = "wan_2.1_tiny_128x96x5.latent", **changes: Any) -> dict[str, Any]:
@@ -161,7 +68,7 @@ def save_latent(path: Path, frames: int, side: int) -> None:
     save_file(tensors, path)
 
 
-def test_the_pack_loads_without_complaint(server: ComfyServer) -> None:
+def test_the_pack_loads_without_complaint(server: Any) -> None:
     """No import failed, and no traceback passes through our files."""
     log = server.log.read_text(errors="replace")
     assert "IMPORT FAILED" not in log
@@ -169,7 +76,7 @@ def test_the_pack_loads_without_complaint(server: ComfyServer) -> None:
     assert "LowmemWanStreamingDecode" in server.call("/object_info")
 
 
-def test_a_prompt_becomes_an_mp4(server: ComfyServer) -> None:
+def test_a_prompt_becomes_an_mp4(server: Any) -> None:
     """The history names the file, and the file plays and carries its workflow."""
     prompt = prompt_of()
     entry = server.finished(server.post(prompt))
@@ -185,14 +92,14 @@ def test_a_prompt_becomes_an_mp4(server: ComfyServer) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_workflows_run(server: ComfyServer, path: Path) -> None:
+def test_example_workflows_run(server: Any, path: Path) -> None:
     """Every template runs as it is shipped, on the tiny checkpoint."""
     workflow = json.loads(path.read_text(encoding="utf-8"))
     entry = server.finished(server.post(api_format(workflow, server.call("/object_info"))))
     assert entry["status"]["status_str"] == "success", entry["status"]
 
 
-def test_the_video_is_served_to_the_page(server: ComfyServer) -> None:
+def test_the_video_is_served_to_the_page(server: Any) -> None:
     """The preview can be played by the browser."""
     saved = server.finished(server.post(prompt_of(crf=19)))["outputs"]["3"]["images"][0]
     query = f"filename={saved['filename']}&subfolder={saved['subfolder']}&type={saved['type']}"
@@ -200,7 +107,7 @@ def test_the_video_is_served_to_the_page(server: ComfyServer) -> None:
         assert answer.headers["Content-Type"] == "video/mp4"
 
 
-def test_other_video_nodes_take_the_output(server: ComfyServer) -> None:
+def test_other_video_nodes_take_the_output(server: Any) -> None:
     """Save Video copies the finished file."""
     prompt = prompt_of(destination="temp", crf=20)
     saver = {"video": ["3", 0], "filename_prefix": "video/copy", "format": "auto", "codec": "auto"}
@@ -210,7 +117,7 @@ def test_other_video_nodes_take_the_output(server: ComfyServer) -> None:
     assert (server.base / "output" / "video" / "copy_00001_.mp4").stat().st_size > 0
 
 
-def test_the_core_vae_loader_fits_too(server: ComfyServer) -> None:
+def test_the_core_vae_loader_fits_too(server: Any) -> None:
     """One socket takes both kinds of VAE."""
     prompt = prompt_of(filename_prefix="video/core_vae")
     prompt["2"] = {"class_type": "VAELoader", "inputs": {"vae_name": "wan_2.1_vae_tiny.safetensors"}}
@@ -218,7 +125,7 @@ def test_the_core_vae_loader_fits_too(server: ComfyServer) -> None:
     assert entry["status"]["status_str"] == "success", entry["status"]
 
 
-def test_a_bad_prefix_is_refused_before_the_run(server: ComfyServer) -> None:
+def test_a_bad_prefix_is_refused_before_the_run(server: Any) -> None:
     """The answer is 400 and says what is wrong with the name."""
     with pytest.raises(urllib.error.HTTPError) as caught:
         server.post(prompt_of(filename_prefix="../outside"))
@@ -226,7 +133,7 @@ def test_a_bad_prefix_is_refused_before_the_run(server: ComfyServer) -> None:
     assert "leaves the output folder" in caught.value.read().decode()
 
 
-def test_interrupt_stops_the_run_and_the_next_one_works(server: ComfyServer) -> None:
+def test_interrupt_stops_the_run_and_the_next_one_works(server: Any) -> None:
     """The stop button ends a long decode soon, leaves no file, and breaks nothing."""
     save_latent(server.base / "input" / "long.latent", frames=400, side=24)
     prompt_id = server.post(prompt_of("long.latent", filename_prefix="long/clip"))
@@ -241,7 +148,7 @@ def test_interrupt_stops_the_run_and_the_next_one_works(server: ComfyServer) -> 
     assert server.finished(server.post(prompt_of(crf=21)))["status"]["status_str"] == "success"
 
 
-def test_the_log_holds_no_warning_of_ours(server: ComfyServer) -> None:
+def test_the_log_holds_no_warning_of_ours(server: Any) -> None:
     """After all of that, no line of the log warns about the pack, but for the prompt we made wrong."""
     lines = server.log.read_text(errors="replace").lower().splitlines()
     warnings = [line for line in lines if "lowmem" in line and "warn" in line]
