@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .budget import MemoryBudget
+from .host_memory import available_host_bytes
 from .ledger import MemoryKind, MemoryLedger, Reservation
 from .meter import MemoryMeter, NullMeter
 from .report import MemoryReport, PhaseReport, format_table
@@ -36,6 +37,7 @@ __all__ = [
     "ProcessMeter",
     "Reservation",
     "SimulatedMeter",
+    "available_host_bytes",
     "fake_module",
     "format_table",
     "is_simulated",

@@ -127,12 +127,19 @@ class DiskSource:
     Args:
         locations: Where the bytes of each tensor of the module are, by name.
         originals: What each parameter held before placement, by ``id`` of the parameter.
+        mark_host: Context in which allocations count as host memory.
     """
 
     kind = "disk"
 
-    def __init__(self, locations: Mapping[str, TensorLocation], originals: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self,
+        locations: Mapping[str, TensorLocation],
+        originals: Mapping[int, Tensor],
+        mark_host: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._locations = locations
+        self._mark_host = mark_host
         self._host = HostSource(originals)
         self._files: dict[Path, BinaryIO] = {}
         self._lock = threading.Lock()
@@ -151,7 +158,8 @@ class DiskSource:
         if target.device.type == "cpu" and dtype == target.dtype and target.is_contiguous():
             self._read(location, target)
             return
-        scratch = torch.empty(location.shape, dtype=dtype)
+        with self._mark_host():
+            scratch = torch.empty(location.shape, dtype=dtype)
         self._read(location, scratch)
         target.copy_(scratch.view(target.shape))
 

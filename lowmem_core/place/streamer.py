@@ -203,7 +203,7 @@ class WeightStreamer:
 
     def _source(self, spec: StreamedModule, hosted: dict[int, Tensor]) -> WeightSource:
         if spec.locations:
-            return DiskSource(spec.locations, hosted)
+            return DiskSource(spec.locations, hosted, self._options.mark_host)
         if self._options.pinned and self._has_streams(next(iter(hosted.values()))):
             return PinnedSource(hosted, self._options.mark_host)
         return HostSource(hosted)

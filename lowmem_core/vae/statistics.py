@@ -76,6 +76,41 @@ class LatentStatistics(NamedTuple):
             )
         return cls(tuple(mean), tuple(std))
 
+    def denormalised(self, latents: Tensor) -> Tensor:
+        """Return what a VAE decodes, of what a denoiser makes: ``x / (1 / std) + mean``, with the bits of diffusers.
+
+        Args:
+            latents: ``[B, C, F, H, W]``, any device.
+
+        Raises:
+            RequestError: The latents have another number of channels.
+        """
+        mean, inverse_std = self._columns(latents)
+        return latents / inverse_std + mean
+
+    def normalised(self, latents: Tensor) -> Tensor:
+        """Return what a denoiser sees, of what a VAE decodes: ``(x - mean) * (1 / std)``.
+
+        Raises:
+            RequestError: The latents have another number of channels.
+        """
+        mean, inverse_std = self._columns(latents)
+        return (latents - mean) * inverse_std
+
+    def _columns(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and inverse standard deviation as ``[1, C, 1, 1, 1]`` like ``latents``."""
+        if latents.ndim != 5 or latents.shape[1] != len(self.mean):
+            raise RequestError(
+                "these latents are not of this VAE",
+                need=f"[1, {len(self.mean)}, frames, height, width]",
+                have=str(list(latents.shape)),
+            )
+        column = (1, len(self.mean), 1, 1, 1)
+        return (
+            torch.tensor(self.mean).view(column).to(latents.device, latents.dtype),
+            1.0 / torch.tensor(self.std).view(column).to(latents.device, latents.dtype),
+        )
+
 
 def denormalise(latents: Tensor, vae: nn.Module) -> Tensor:
     """Turn what a denoiser makes into what a VAE decodes: ``x / (1 / std) + mean``, in the dtype of ``latents``.
@@ -89,8 +124,7 @@ def denormalise(latents: Tensor, vae: nn.Module) -> Tensor:
     Raises:
         RequestError: The latents are of another VAE.
     """
-    mean, inverse_std = _columns(latents, vae)
-    return latents / inverse_std + mean
+    return _statistics_of(vae).denormalised(latents)
 
 
 def normalise(latents: Tensor, vae: nn.Module) -> Tensor:
@@ -103,21 +137,9 @@ def normalise(latents: Tensor, vae: nn.Module) -> Tensor:
     Raises:
         RequestError: The latents are of another VAE.
     """
-    mean, inverse_std = _columns(latents, vae)
-    return (latents - mean) * inverse_std
+    return _statistics_of(vae).normalised(latents)
 
 
-def _columns(latents: Tensor, vae: Any) -> tuple[Tensor, Tensor]:
-    """Return mean and inverse standard deviation as ``[1, C, 1, 1, 1]`` like ``latents``."""
-    mean, std = vae.config.latents_mean, vae.config.latents_std
-    if latents.ndim != 5 or latents.shape[1] != len(mean):
-        raise RequestError(
-            "these latents are not of this VAE",
-            need=f"[1, {len(mean)}, frames, height, width]",
-            have=str(list(latents.shape)),
-        )
-    column = (1, len(mean), 1, 1, 1)
-    return (
-        torch.tensor(mean).view(column).to(latents.device, latents.dtype),
-        1.0 / torch.tensor(std).view(column).to(latents.device, latents.dtype),
-    )
+def _statistics_of(vae: Any) -> LatentStatistics:
+    """Return the numbers of a VAE."""
+    return LatentStatistics(tuple(vae.config.latents_mean), tuple(vae.config.latents_std))

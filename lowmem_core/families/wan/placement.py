@@ -88,3 +88,14 @@ def _is_ready(loaded: Placeable) -> bool:
         return False
     tensors = [*loaded.module.parameters(), *loaded.module.buffers()]
     return all(tensor.data_ptr() % _ALIGNED == 0 for tensor in tensors)
+
+
+@contextmanager
+def polled(transformer: nn.Module, poll: Callable[[], None]) -> Iterator[None]:
+    """Call ``poll``, which may raise to stop, before each block of ``transformer`` while the context lasts."""
+    handles = [block.register_forward_pre_hook(lambda *_: poll()) for block in blocks_of(transformer)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
