@@ -89,6 +89,8 @@ def denoise(
         if saving:
             saving.on_stop(now, stepper.steps)
         raise
+    if saving:
+        saving.at_end(now, stepper.steps)
     return now.latents
 
 

@@ -123,6 +123,15 @@ class SavedRun:
         except Exception as error:
             _log.warning("the run could not be saved: %s", error)
 
+    def at_end(self, now: Progressed, steps: int) -> None:
+        """Save the last state, because what comes next, such as the decode, may fail; trouble is logged."""
+        if not self.policy.is_on or now.step == self._saved_step:
+            return
+        try:
+            self._save(now, steps)
+        except Exception as error:
+            _log.warning("the finished run could not be saved: %s", error)
+
     def finish(self) -> None:
         """Remove the state: what the run made is safe elsewhere."""
         if self.policy.is_on:
