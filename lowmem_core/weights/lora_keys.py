@@ -15,10 +15,9 @@ from ..errors import CheckpointError
 
 DOWN = "down"
 UP = "up"
-UP_BIAS = "up_bias"
 ALPHA = "alpha"
 DIFF = "diff"
-DIFF_BIAS = "diff_b"
+BIAS = "bias"
 MAGNITUDE = "magnitude"
 
 _PREFIXES = (
@@ -34,10 +33,9 @@ _ADAPTER = r"(\.[A-Za-z]\w*)?"
 _ENDINGS = {
     DOWN: rf"\.(lora_A|lora_down|lora\.down|lora_linear_layer\.down){_ADAPTER}\.weight",
     UP: rf"\.(lora_B|lora_up|lora\.up|lora_linear_layer\.up){_ADAPTER}\.weight",
-    UP_BIAS: rf"\.(lora_B|lora_up){_ADAPTER}\.bias",
     ALPHA: r"\.alpha",
     DIFF: r"\.diff",
-    DIFF_BIAS: r"\.diff_b",
+    BIAS: rf"\.(diff_b|(lora_B|lora_up){_ADAPTER}\.bias)",
     MAGNITUDE: rf"\.(dora_scale|lora_magnitude_vector{_ADAPTER}(\.weight)?)",
 }
 _PATTERNS = {role: re.compile(rf"(.+?){ending}\Z") for role, ending in _ENDINGS.items()}

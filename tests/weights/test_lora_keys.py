@@ -8,12 +8,11 @@ from lowmem_core.errors import CheckpointError
 from lowmem_core.weights import wan_original_name
 from lowmem_core.weights.lora_keys import (
     ALPHA,
+    BIAS,
     DIFF,
-    DIFF_BIAS,
     DOWN,
     MAGNITUDE,
     UP,
-    UP_BIAS,
     LoraKeys,
     match_lora_keys,
 )
@@ -43,12 +42,12 @@ def matched(*keys: str) -> LoraKeys:
         ("diffusion_model.blocks.12.ffn.0.lora_down.weight", "blocks.12.ffn.net.0.proj", DOWN),
         ("diffusion_model.blocks.12.ffn.0.lora_up.weight", "blocks.12.ffn.net.0.proj", UP),
         ("diffusion_model.blocks.12.ffn.0.alpha", "blocks.12.ffn.net.0.proj", ALPHA),
-        ("diffusion_model.blocks.12.ffn.0.diff_b", "blocks.12.ffn.net.0.proj", DIFF_BIAS),
+        ("diffusion_model.blocks.12.ffn.0.diff_b", "blocks.12.ffn.net.0.proj", BIAS),
         ("model.diffusion_model.patch_embedding.diff", "patch_embedding", DIFF),
         ("transformer.blocks.0.attn1.to_q.lora_A.weight", "blocks.0.attn1.to_q", DOWN),
         ("transformer.blocks.0.attn1.to_q.lora.up.weight", "blocks.0.attn1.to_q", UP),
         ("base_model.model.blocks.0.self_attn.q.lora_B.weight", "blocks.0.attn1.to_q", UP),
-        ("base_model.model.transformer.blocks.0.attn1.to_q.lora_B.bias", "blocks.0.attn1.to_q", UP_BIAS),
+        ("base_model.model.transformer.blocks.0.attn1.to_q.lora_B.bias", "blocks.0.attn1.to_q", BIAS),
         ("blocks.0.cross_attn.k_img.lora_A.weight", "blocks.0.attn2.add_k_proj", DOWN),
         ("lora_unet_blocks_0_self_attn_q.lora_down.weight", "blocks.0.attn1.to_q", DOWN),
         ("lora_unet__blocks_0_cross_attn_k_img.alpha", "blocks.0.attn2.add_k_proj", ALPHA),
