@@ -22,7 +22,7 @@ LAYERS = (
     {"load", "hooks"},
     {"place", "chunking", "vae"},
     {"denoise", "decode", "write"},
-    {"families"},
+    {"families", "text"},
     {"tiny"},
     {"pipeline"},
     {"cli"},
