@@ -79,7 +79,7 @@ def load_text_encoder(
     """
     if dtype not in DTYPES:
         raise RequestError("a text encoder cannot compute in this", need=", ".join(map(str, DTYPES)), have=str(dtype))
-    checkpoint = Checkpoint.open(_model_path(Path(path)))
+    checkpoint = Checkpoint.open(model_path(Path(path)))
     _check_model(checkpoint)
     encodings, notes = encodings_of(checkpoint)
     weights = checkpoint.without(notes | {SPIECE_TENSOR})
@@ -135,10 +135,20 @@ def _load_stack(
     return stack, reader.locations
 
 
-def _model_path(path: Path) -> Path:
+def model_path(path: Path) -> Path:
     """Return the folder of the encoder within a pipeline folder, or the path itself."""
     inner = path / _MODEL_FOLDER
     return inner if not (path / "config.json").is_file() and (inner / "config.json").is_file() else path
+
+
+def tokenizer_beside(path: Path) -> Path | None:
+    """Return the folder of the tokenizer that was published with the encoder at ``path``, or None."""
+    if path.is_dir():
+        beside = [path, path / "tokenizer", path.parent / "tokenizer"]
+    else:
+        beside = [path.parent / "google" / "umt5-xxl"]
+    holding = (folder for folder in beside if any((folder / name).is_file() for name in TOKENIZER_FILES))
+    return next(holding, None)
 
 
 def _check_model(checkpoint: Checkpoint) -> None:
@@ -164,13 +174,9 @@ def _tokenizer(path: Path, checkpoint: Checkpoint, wanted: Path | str | None) ->
         return open_tokenizer(wanted)
     if SPIECE_TENSOR in checkpoint:
         return embedded_tokenizer(checkpoint)
-    if path.is_dir():
-        beside = [path, path / "tokenizer", path.parent / "tokenizer"]
-    else:
-        beside = [path.parent / "google" / "umt5-xxl"]
-    for folder in beside:
-        if any((folder / name).is_file() for name in TOKENIZER_FILES):
-            return open_tokenizer(folder)
+    beside = tokenizer_beside(path)
+    if beside is not None:
+        return open_tokenizer(beside)
     return embedded_tokenizer(checkpoint)  # which says what to do
 
 
