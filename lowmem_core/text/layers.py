@@ -11,6 +11,7 @@ from ..errors import CheckpointError
 from ..load import Encoding
 from ..load.encodings import decoded
 from ..weights import Checkpoint
+from .rows import read_rows
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,19 @@ class TokenTable:
                 have=str(int(ids.max())),
                 remedy="Use the tokenizer that belongs to the text encoder.",
             )
-        chosen = _picked(self.checkpoint.read(self.name), ids[0])
+        chosen = read_rows(self.checkpoint, self.name, ids[0])
         if self.encoding is None:
             return chosen.to(self.dtype).unsqueeze(0)
-        scale = None
-        if self.encoding.scale_name is not None:
-            scale = self.checkpoint.read(self.encoding.scale_name).float()
-            scale = scale.reshape(-1)[ids[0]] if scale.numel() > 1 else scale
         shape = (len(chosen), *self.encoding.shape[1:])
-        return decoded(chosen, Encoding(self.encoding.kind, shape), scale, self.dtype).unsqueeze(0)
+        return decoded(chosen, Encoding(self.encoding.kind, shape), self._scale(ids[0]), self.dtype).unsqueeze(0)
+
+    def _scale(self, rows: Tensor) -> Tensor | None:
+        """Return the scale of ``rows``: one value, one for each, or None."""
+        name = None if self.encoding is None else self.encoding.scale_name
+        if name is None:
+            return None
+        scale = self.checkpoint.read(name).float().reshape(-1)
+        return scale[rows] if scale.numel() > 1 else scale
 
 
 class StoredOutput(nn.Module):
@@ -74,10 +79,3 @@ class StoredOutput(nn.Module):
         """Return ``values`` ``[..., in_features]`` times the weight."""
         output: Tensor = self.stored(values.to(self.dtype))
         return output
-
-
-def _picked(table: Tensor, ids: Tensor) -> Tensor:
-    """Return rows ``ids`` ``[L]`` of ``table``, of any dtype; torch cannot pick rows of fp8."""
-    if table.element_size() == 1:
-        return table.view(torch.uint8)[ids].view(table.dtype)
-    return table[ids]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..weights import Checkpoint
+from .rows import read_rows
 from .spiece import CONTROL, UNKNOWN, USER_DEFINED, Spiece, parse_spiece
 
 SPIECE_TENSOR = "spiece_model"
@@ -120,14 +121,15 @@ def embedded_tokenizer(checkpoint: Checkpoint) -> PromptTokenizer:
         raise CheckpointError(
             f"{checkpoint.source} carries no tokenizer", need=f"a tensor {SPIECE_TENSOR!r}", remedy=_REMEDY
         )
-    if checkpoint[SPIECE_TENSOR].dtype not in ("U8", "I8"):
+    info = checkpoint[SPIECE_TENSOR]
+    if info.dtype not in ("U8", "I8") or len(info.shape) != 1 or not info.shape[0]:
         raise CheckpointError(
             f"the tokenizer in {checkpoint.source} is damaged",
-            need="bytes",
-            have=str(checkpoint[SPIECE_TENSOR]),
+            need="a row of bytes",
+            have=str(info),
             remedy="Download the file again.",
         )
-    raw = bytes(checkpoint.read(SPIECE_TENSOR).flatten().contiguous().view(torch.uint8).numpy())
+    raw = bytes(read_rows(checkpoint, SPIECE_TENSOR, torch.arange(info.shape[0])).view(torch.uint8).numpy())
     return spiece_tokenizer(parse_spiece(raw, checkpoint.source), checkpoint.source)
 
 

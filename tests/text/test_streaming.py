@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lowmem_core.errors import BudgetError, CheckpointError, RequestError
 from lowmem_core.memory import LiveStorageMeter
@@ -147,6 +148,19 @@ def test_a_file_cut_off_after_loading_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="umt5_tiny"):
         encode_prompts(PROMPTS, loaded, "cpu", tight(loaded))
     assert state(loaded) == before
+
+
+def test_the_token_table_is_never_loaded(tmp_path: Path) -> None:
+    """It is a fifth of the model; also a map of the file would count as memory."""
+    path = write_tiny_umt5(tmp_path)
+    tensors = load_file(path)
+    tensors["shared.weight"] = torch.cat([tensors["shared.weight"], torch.zeros(500_000, 32, dtype=torch.bfloat16)])
+    save_file(tensors, path)
+    loaded = load_text_encoder(path)
+    meter = LiveStorageMeter("cpu")
+    with meter.measuring():
+        encode_prompts(PROMPTS, loaded, "cpu", tight(loaded))
+    assert meter.peak_bytes + meter.host_peak_bytes <= plan_text(loaded, len(PROMPTS), tight(loaded)).planned_peak_bytes
 
 
 def test_an_encoder_in_use_is_not_streamed_twice(written: Written) -> None:
