@@ -4,5 +4,20 @@ The nodes, the shell and the benchmarks all call these functions; there is no ot
 """
 
 from .decode import BLENDED, DecodeReport, DecodeRequest, decode_to_mp4, meter_for, plan_for
+from .wan import denoise_wan
+from .wan_plan import plan_wan
+from .wan_request import RunSaving, WanReport, WanRequest
 
-__all__ = ["BLENDED", "DecodeReport", "DecodeRequest", "decode_to_mp4", "meter_for", "plan_for"]
+__all__ = [
+    "BLENDED",
+    "DecodeReport",
+    "DecodeRequest",
+    "RunSaving",
+    "WanReport",
+    "WanRequest",
+    "decode_to_mp4",
+    "denoise_wan",
+    "meter_for",
+    "plan_for",
+    "plan_wan",
+]

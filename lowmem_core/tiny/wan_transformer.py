@@ -23,7 +23,7 @@ _T2V = WanConfig(
     text_dim=32,
     freq_dim=64,
     ffn_dim=384,
-    num_layers=5,
+    num_layers=7,
 )
 _CONFIGS = {
     "t2v": _T2V,
@@ -67,7 +67,7 @@ def tiny_wan_tensors(kind: str, seed: int = 0) -> dict[str, Tensor]:
 def write_tiny_wan(
     folder: Path | str, kind: str = "t2v", *, seed: int = 0, name: str = "", dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write a tiny transformer with original key names, about 7 MB in bf16.
+    """Write a tiny transformer with original key names, about 12 MB in bf16.
 
     Args:
         folder: Where to write; made if needed.
