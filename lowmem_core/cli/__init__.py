@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import LowmemError
+from .compare import add_compare
 from .decode import add_decode
 from .demo import add_demo
+from .wan import add_wan
 
 __all__ = ["main"]
 
@@ -32,4 +34,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     add_demo(commands)
     add_decode(commands)
+    add_wan(commands)
+    add_compare(commands)
     return parser

@@ -26,7 +26,7 @@ def _demo(options: argparse.Namespace) -> int:
     from ..pipeline import decode_to_mp4
 
     folder: Path = options.out
-    vae, latents = _write_tiny(folder, folder, frames=9, height=128, width=192)
+    vae, latents = _write_tiny(folder, frames=9, height=128, width=192)
     reports = []
     for name, words in (("whole", ["--tile", "off"]), ("tiles", ["--tile", "64", "--device-budget", "24MiB"])):
         out = folder / f"demo_{name}.mp4"
@@ -50,30 +50,23 @@ def _exactness(facts: dict[str, Any], *digests: str) -> str:
 
 
 def _tiny(options: argparse.Namespace) -> int:
-    if options.comfyui is not None:
-        if not (options.comfyui / "models").is_dir():
-            raise RequestError("this is not a ComfyUI folder", need="a models folder in it", have=str(options.comfyui))
-        written = _write_tiny(options.comfyui / "models" / "vae", options.comfyui / "input")
-    else:
-        written = _write_tiny(options.out, options.out)
-    for path in written:
+    from ..tiny import write_tiny_bundle
+
+    if options.comfyui is not None and not (options.comfyui / "models").is_dir():
+        raise RequestError("this is not a ComfyUI folder", need="a models folder in it", have=str(options.comfyui))
+    for path in write_tiny_bundle(options.comfyui or options.out, is_comfyui=options.comfyui is not None):
         print(path)
     return 0
 
 
-def _write_tiny(
-    models: Path, latents: Path, *, frames: int = 5, height: int = 96, width: int = 128
-) -> tuple[Path, Path]:
+def _write_tiny(folder: Path, frames: int, height: int, width: int) -> tuple[Path, Path]:
     from ..tiny import write_tiny_latents, write_tiny_wan_vae
 
     try:
-        models.mkdir(parents=True, exist_ok=True)
-        latents.mkdir(parents=True, exist_ok=True)
+        vae = write_tiny_wan_vae(folder, "2.1", seed=0)
+        return vae, write_tiny_latents(folder, "2.1", frames=frames, height=height, width=width)
     except OSError as error:
         raise RequestError("cannot make the folder", have=str(error)) from error
-    write_tiny_wan_vae(models, "2.2", seed=0)
-    vae = write_tiny_wan_vae(models, "2.1", seed=0)
-    return vae, write_tiny_latents(latents, "2.1", frames=frames, height=height, width=width)
 
 
 def _decode_options(words: list[str]) -> argparse.Namespace:

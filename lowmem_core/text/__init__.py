@@ -2,12 +2,13 @@
 
 from .cache import DEFAULT_CACHE_BYTES, EmbedsCache
 from .embeds import Embeds, read_embeds, write_embeds
-from .encode import EncodeOptions, TextPlan, encode_prompts, plan_text
+from .encode import DEFAULT_LIMIT_BYTES, EncodeOptions, TextPlan, encode_prompts, plan_text
 from .load import LoadedTextEncoder, load_text_encoder
 from .prompts import embed_prompts
 
 __all__ = [
     "DEFAULT_CACHE_BYTES",
+    "DEFAULT_LIMIT_BYTES",
     "Embeds",
     "EmbedsCache",
     "EncodeOptions",

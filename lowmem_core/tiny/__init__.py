@@ -1,5 +1,6 @@
 """Tiny checkpoints and latents, for the demo, the example workflows and the tests."""
 
+from .bundle import write_tiny_bundle
 from .latents import write_tiny_latents
 from .umt5 import UMT5_KINDS, tiny_umt5_config, tiny_umt5_tensors, write_tiny_umt5
 from .wan_lora import LORA_NAMINGS, write_tiny_wan_lora
@@ -15,6 +16,7 @@ __all__ = [
     "tiny_wan_config",
     "tiny_wan_tensors",
     "tiny_wan_vae_tensors",
+    "write_tiny_bundle",
     "write_tiny_latents",
     "write_tiny_umt5",
     "write_tiny_wan",

@@ -39,6 +39,8 @@ class WanFiles:
     boundary_ratio: float | None = None
 
     def __post_init__(self) -> None:
+        if self.boundary_ratio is not None and self.low_noise is None:
+            raise RequestError("a boundary lies between two transformers", need="a low-noise one too", have="one")
         for use in self.loras:
             if not 0 <= use.model < len(self.paths):
                 raise RequestError(
