@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .load_wan_model import LowmemWanLoader, LowmemWanLoRA
 from .load_wan_vae import LowmemWanVAELoader
 from .memory_budget import LowmemMemoryBudget
 from .wan_decode import LowmemWanStreamingDecode
+from .wan_denoise import LowmemWanStreamingDenoise
+from .wan_image_to_video import LowmemWanImageToVideo
+from .wan_text_encode import LowmemWanTextEncode
 
-NODES: list[type[io.ComfyNode]] = [LowmemMemoryBudget, LowmemWanVAELoader, LowmemWanStreamingDecode]
+NODES: list[type[io.ComfyNode]] = [
+    LowmemMemoryBudget,
+    LowmemWanVAELoader,
+    LowmemWanStreamingDecode,
+    LowmemWanLoader,
+    LowmemWanLoRA,
+    LowmemWanTextEncode,
+    LowmemWanImageToVideo,
+    LowmemWanStreamingDenoise,
+]
 
 
 class LowmemExtension(ComfyExtension):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import comfy.cli_args
+import comfy.latent_formats
 import comfy.model_management
 import comfy.utils
 import folder_paths
@@ -23,6 +24,7 @@ from ..lowmem_core.frames import to_uint8
 from ..lowmem_core.host import Host
 
 PREVIEW_SIZE = 512
+_PIPELINES = "diffusers"
 
 
 class ComfyProgress:
@@ -66,12 +68,20 @@ class ComfyInterrupt:
 
 
 class ComfyDevices:
-    """The device ComfyUI gives to VAEs, shared with the models that ComfyUI keeps there."""
+    """The device ComfyUI gives to VAEs, or to models, shared with the models that ComfyUI keeps there.
+
+    Args:
+        is_vae: Whether a VAE is to compute: its device differs under ``--cpu-vae``.
+    """
+
+    def __init__(self, is_vae: bool = True) -> None:
+        management = comfy.model_management
+        self._device = torch.device(management.vae_device() if is_vae else management.get_torch_device())
 
     @property
     def compute(self) -> torch.device:
-        """The device that computes; the CPU under ``--cpu`` and ``--cpu-vae``."""
-        return torch.device(comfy.model_management.vae_device())
+        """The device that computes; the CPU under ``--cpu``."""
+        return self._device
 
     def free_bytes(self) -> int | None:
         """Return the bytes we can have: free ones and those of models that ``make_room`` can evict."""
@@ -93,31 +103,94 @@ class ComfyDevices:
         management.soft_empty_cache()
 
 
-def comfy_host(node_id: str | None, is_pictured: bool = True) -> Host:
-    """Return the services of this ComfyUI for the node ``node_id``; see ``ComfyProgress``."""
-    return Host(ComfyDevices(), ComfyProgress(node_id, is_pictured), ComfyInterrupt())
+def comfy_host(node_id: str | None, is_pictured: bool = True, is_vae: bool = True) -> Host:
+    """Return the services of this ComfyUI for the node ``node_id``; see ``ComfyProgress`` and ``ComfyDevices``."""
+    return Host(ComfyDevices(is_vae), ComfyProgress(node_id, is_pictured), ComfyInterrupt())
 
 
-def vae_names() -> list[str]:
-    """Return the files that ComfyUI finds in its ``vae`` folders."""
-    return list(folder_paths.get_filename_list("vae"))
+def latent_picture(channels: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what turns clean Wan latents ``[1, C, F, h, w]`` into a small picture, with ComfyUI's factors."""
+    formats = {16: "Wan21", 48: "Wan22"}
+    latent_format = getattr(comfy.latent_formats, formats.get(channels, ""), None)
+    factors = getattr(latent_format, "latent_rgb_factors", None)
+    if latent_format is None or factors is None:
+        return None
+    bias = getattr(latent_format, "latent_rgb_factors_bias", None) or [0.0, 0.0, 0.0]
+
+    def picture(latents: torch.Tensor) -> torch.Tensor:
+        frame = latents[0, :, latents.shape[2] // 2].to("cpu", torch.float32).movedim(0, -1)
+        return (frame @ torch.tensor(factors) + torch.tensor(bias) + 1) / 2
+
+    return picture
 
 
-def vae_path(name: str) -> Path:
-    """Return the file that ``name`` stands for, which must lie in a ``vae`` folder.
+def model_names(folder: str, extra_suffix: str = "") -> list[str]:
+    """Return the files that ComfyUI finds in its folders called ``folder``, and those with ``extra_suffix``."""
+    names = set(folder_paths.get_filename_list(folder))
+    if extra_suffix:
+        for base in map(Path, folder_paths.get_folder_paths(folder)):
+            names |= {str(path.relative_to(base)) for path in base.rglob(f"*{extra_suffix}")}
+    return sorted(names)
+
+
+def model_path(folder: str, name: str) -> Path:
+    """Return the file that ``name`` stands for, which must lie in a folder called ``folder``.
 
     Raises:
         RequestError: There is no such file there.
     """
-    path = folder_paths.get_full_path("vae", name)
+    path = folder_paths.get_full_path(folder, name)
     if path is None:
         raise RequestError(
-            "there is no such VAE file",
-            need="a file in a models/vae folder",
+            "there is no such model file",
+            need=f"a file in a models/{folder} folder",
             have=repr(name),
             remedy="Put the file there and refresh the node definitions (key R).",
         )
     return Path(path)
+
+
+def file_mark(folder: str, name: str) -> tuple[int, int]:
+    """Return what changes when a file is replaced."""
+    status = model_path(folder, name).stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def text_encoder_names() -> list[str]:
+    """Return the text encoder files, and the folders of diffusers' pipelines that hold one."""
+    folders = [f"{_PIPELINES}/{path.name}" for path in _pipelines() if (path / "text_encoder").is_dir()]
+    return [*model_names("text_encoders"), *sorted(folders)]
+
+
+def text_encoder_path(name: str) -> Path:
+    """Return the file or the folder that ``name``, one of ``text_encoder_names``, stands for.
+
+    Raises:
+        RequestError: There is none.
+    """
+    found = [path for path in _pipelines() if name == f"{_PIPELINES}/{path.name}"]
+    return found[0] if found else model_path("text_encoders", name)
+
+
+def text_encoder_mark(name: str) -> tuple[int, int]:
+    """Return what changes when the file, or something in the folder, is replaced."""
+    path = text_encoder_path(name)
+    files = [one for one in sorted(path.rglob("*")) if one.is_file()] if path.is_dir() else [path]
+    marks = [one.stat() for one in files]
+    return max((mark.st_mtime_ns for mark in marks), default=0), sum(mark.st_size for mark in marks)
+
+
+def _pipelines() -> list[Path]:
+    """Return the folders of diffusers' pipelines."""
+    if _PIPELINES not in folder_paths.folder_names_and_paths:
+        return []
+    bases = [Path(base) for base in folder_paths.get_folder_paths(_PIPELINES)]
+    return [path for base in bases if base.is_dir() for path in base.iterdir() if path.is_dir()]
+
+
+def private_folder(name: str) -> Path:
+    """Return a folder of the pack for ``name``, beside the host's own user files."""
+    return Path(folder_paths.get_user_directory()) / "lowmem" / name
 
 
 class SaveTarget(NamedTuple):

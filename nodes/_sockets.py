@@ -10,6 +10,7 @@ import torch
 from comfy_api.latest import io
 
 from ..lowmem_core.errors import RequestError
+from ..lowmem_core.families.wan.models import ModelShelf
 from ..lowmem_core.vae import load_wan_vae, wan_vae_from_tensors
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 BUDGET = io.Custom("LOWMEM_BUDGET")
 WAN_VAE = io.Custom("LOWMEM_WAN_VAE")
+WAN_MODEL = io.Custom("LOWMEM_WAN_MODEL")
+
+WAN_SHELF = ModelShelf()
+"""Keeps transformers loaded between the runs of a workflow."""
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

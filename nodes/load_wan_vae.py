@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ._comfy_host import vae_names, vae_path
+from ._comfy_host import file_mark, model_names, model_path
 from ._sockets import DTYPES, WAN_VAE, WanVaeHandle
 
 
@@ -23,7 +23,7 @@ class LowmemWanVAELoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "vae_name",
-                    options=vae_names(),
+                    options=model_names("vae"),
                     tooltip="A Wan 2.1 or Wan 2.2 VAE in models/vae, in the original or the diffusers layout.",
                 ),
                 io.Combo.Input(
@@ -39,10 +39,9 @@ class LowmemWanVAELoader(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, vae_name: str, dtype: str) -> tuple[int, int]:
         """Notice that the file was replaced."""
-        status = vae_path(vae_name).stat()
-        return status.st_mtime_ns, status.st_size
+        return file_mark("vae", vae_name)
 
     @classmethod
     def execute(cls, vae_name: str, dtype: str) -> io.NodeOutput:
         """Return the handle."""
-        return io.NodeOutput(WanVaeHandle(vae_path(vae_name), dtype))
+        return io.NodeOutput(WanVaeHandle(model_path("vae", vae_name), dtype))

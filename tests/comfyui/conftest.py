@@ -6,13 +6,18 @@ requirements. The folder must not be called ``nodes``: pytest would register tha
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import importlib.util
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+import types
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +25,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PACK = "lowmem_pack_under_test"
 START_S = 300.0
 RUN_S = 240.0
+MODEL_FOLDERS = ("vae", "diffusion_models", "text_encoders", "loras")
 FLAGS = [
     "--cpu",
     "--disable-auto-launch",
@@ -122,11 +129,49 @@ def comfyui_path() -> Path:
 def base_directory(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a ComfyUI base directory with the pack and what ``lowmem tiny --comfyui`` puts there."""
     base = tmp_path_factory.mktemp("comfyui")
-    for name in ("models/vae", "input", "output", "temp", "custom_nodes", "user"):
+    for name in (*(f"models/{kind}" for kind in MODEL_FOLDERS), "input", "output", "temp", "custom_nodes", "user"):
         (base / name).mkdir(parents=True)
     subprocess.run([sys.executable, "-c", MAKE_TINY, str(base)], cwd=ROOT, check=True, capture_output=True)
     (base / "custom_nodes" / "lowmem").symlink_to(ROOT, target_is_directory=True)
     return base
+
+
+@pytest.fixture(scope="session")
+def pack(comfyui_path: Path, base_directory: Path) -> Iterator[types.ModuleType]:
+    """Load the pack by path as ComfyUI does, with its folders in ``base_directory``."""
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(comfyui_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("comfy.cli_args").args.cpu = True
+        importlib.import_module("utils.install_util")
+        server = importlib.import_module("server")
+        spec = importlib.util.spec_from_file_location(
+            PACK, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+        )
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[PACK] = module
+        spec.loader.exec_module(module)
+    assert hasattr(server, "PromptServer")
+    folders = importlib.import_module("folder_paths")
+    folders.set_output_directory(str(base_directory / "output"))
+    folders.set_temp_directory(str(base_directory / "temp"))
+    folders.set_user_directory(str(base_directory / "user"))
+    for kind in MODEL_FOLDERS:
+        folders.add_model_folder_path(kind, str(base_directory / "models" / kind), is_default=True)
+    yield module
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def nodes(pack: types.ModuleType) -> dict[str, Any]:
+    """Return the node classes by id, as the entry point gives them."""
+
+    async def listed() -> list[Any]:
+        extension = await pack.comfy_entrypoint()
+        return await extension.get_node_list()
+
+    return {node.define_schema().node_id: node for node in asyncio.run(listed())}
 
 
 @pytest.fixture(scope="module")
