@@ -24,7 +24,7 @@ _TRANSFORMERS = {
 
 
 def write_tiny_bundle(root: Path | str, *, is_comfyui: bool = False) -> list[Path]:
-    """Write tiny VAEs, transformers, a text encoder, LoRAs and latents.
+    """Write tiny VAEs, transformers, a text encoder, LoRAs, latents and a picture.
 
     Args:
         root: A ComfyUI folder, or a folder for everything; made if needed.
@@ -39,12 +39,12 @@ def write_tiny_bundle(root: Path | str, *, is_comfyui: bool = False) -> list[Pat
     root = Path(root)
     try:
         vaes, models, texts, loras = (_folder(root, f"models/{name}" if is_comfyui else "") for name in _FOLDERS)
-        latents = _folder(root, "input" if is_comfyui else "")
+        inputs = _folder(root, "input" if is_comfyui else "")
         written = [write_tiny_wan_vae(vaes, "2.1", seed=0), write_tiny_wan_vae(vaes, "2.2", seed=0)]
-        written.append(write_tiny_latents(latents, "2.1", frames=5, height=96, width=128))
+        written.append(write_tiny_latents(inputs, "2.1", frames=5, height=96, width=128))
         for name, (kind, seed) in _TRANSFORMERS.items():
             written.append(write_tiny_wan(models, kind, seed=seed, name=f"{name}.safetensors"))
-        written.append(write_tiny_umt5(texts))
+        written += [write_tiny_umt5(texts), _write_picture(inputs / "lowmem_tiny.png")]
         for name, (naming, seed) in _LORAS.items():
             made = write_tiny_wan_lora(loras, "t2v", naming, seed=seed)
             written.append(made.replace(loras / f"{name}.safetensors"))
@@ -53,6 +53,17 @@ def write_tiny_bundle(root: Path | str, *, is_comfyui: bool = False) -> list[Pat
             "cannot write the tiny files", need="a folder that can be written to", have=str(error)
         ) from error
     return written
+
+
+def _write_picture(path: Path) -> Path:
+    """Write a picture of two slopes, for models that take a first frame."""
+    import torch
+    from PIL import Image
+
+    down, across = torch.meshgrid(torch.linspace(0, 255, 96), torch.linspace(0, 255, 128), indexing="ij")
+    pixels = torch.stack([down, across, 255 - down], dim=-1).to(torch.uint8)
+    Image.fromarray(pixels.numpy()).save(path)
+    return path
 
 
 def _folder(root: Path, name: str) -> Path:

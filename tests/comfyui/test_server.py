@@ -42,6 +42,12 @@ def prompt_of(latent: str = "wan_2.1_tiny_128x96x5.latent", **changes: Any) -> d
     }
 
 
+def has_extra_widget(spec: list[Any]) -> bool:
+    """Return whether the page puts a second widget beside an input: what to do with a seed, a button to upload."""
+    options = spec[1] if len(spec) > 1 else {}
+    return bool(options.get("control_after_generate") or options.get("image_upload"))
+
+
 def api_format(workflow: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any]:
     """Return a saved workflow as the page would send it: links by name, widgets by position."""
     sources = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
@@ -50,8 +56,9 @@ def api_format(workflow: dict[str, Any], object_info: dict[str, Any]) -> dict[st
         info = object_info[node["type"]]["input"]
         specs = {**info["required"], **info.get("optional", {})}
         widgets = [name for name, spec in specs.items() if isinstance(spec[0], list) or spec[0] in WIDGETS]
-        assert len(widgets) == len(node["widgets_values"]), node["type"]
-        inputs = dict(zip(widgets, node["widgets_values"], strict=True))
+        slots = [slot for name in widgets for slot in (name, *(["extra"] if has_extra_widget(specs[name]) else []))]
+        assert len(slots) == len(node["widgets_values"]), node["type"]
+        inputs = {name: value for name, value in zip(slots, node["widgets_values"], strict=True) if name != "extra"}
         inputs |= {slot["name"]: sources[slot["link"]] for slot in node["inputs"] if slot["link"]}
         prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
     return prompt
