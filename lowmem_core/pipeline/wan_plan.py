@@ -120,14 +120,11 @@ def _forward_bytes(request: WanRequest, loaded: LoadedTransformer, passes: int) 
     size = forward_size(request, loaded)
     is_lean = request.memory_mode == STREAM
     nbytes = lean_forward_bytes(size, passes) if is_lean else stock_forward_bytes(size, passes)
-    unpacked = largest_dequantised_bytes(loaded.module, size.element_bytes)
     rows = max(min(size.tokens, LEAN_CHUNK_TOKENS) if is_lean else size.tokens, size.context_tokens)
-    return (
-        nbytes
-        + rows * widest_branch(loaded.module) * size.element_bytes
-        + unpacked
-        + (_DECODING_BYTES if unpacked else 0)
-    )
+    branches = rows * widest_branch(loaded.module) * size.element_bytes
+    decoded = largest_dequantised_bytes(loaded.module, size.element_bytes)
+    decoding = min(largest_dequantised_bytes(loaded.module, _FLOAT), _DECODING_BYTES)
+    return nbytes + branches + decoded + decoding
 
 
 def forward_size(request: WanRequest, loaded: LoadedTransformer) -> WanForwardSize:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowmem_core.denoise import RunStore, SamplerSettings, SavePolicy
+from lowmem_core.denoise import LoraUse, RunStore, SamplerSettings, SavePolicy
 from lowmem_core.errors import BudgetError, NotFiniteError, RequestError
 from lowmem_core.families.wan.models import ModelShelf, WanFiles
 from lowmem_core.families.wan.sampling import Guidance
@@ -21,7 +21,7 @@ from lowmem_core.host import Host, PlainDevices
 from lowmem_core.memory import MemoryBudget
 from lowmem_core.pipeline import RunSaving, denoise_wan, plan_wan
 from lowmem_core.shapes import LatentShape
-from lowmem_core.tiny import write_tiny_wan
+from lowmem_core.tiny import write_tiny_wan, write_tiny_wan_lora
 from lowmem_core.units import MiB
 
 HOST = Host(PlainDevices("cpu"))
@@ -257,3 +257,59 @@ def test_previews_show_every_step(wan: Any) -> None:
     request = wan.request("t2v", to_picture=lambda latents: latents[0, :3, 0].movedim(0, -1))
     denoise_wan(request, Host(PlainDevices("cpu"), progress=Screen()))
     assert [tuple(frame.shape) for frame in shown] == [(4, 8, 3)] * 3
+
+
+def in_fp8(path: Path, source: Path) -> Path:
+    """Write a model with its linear weights in fp8."""
+    tensors = load_file(source)
+    linear = [name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.ndim == 2]
+    linear = [name for name in linear if "norm" not in name]
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn) for name in linear}, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["t2v", "t2v two"])
+def test_quantised_files_and_loras_stay_within_the_plan(name: str, wan: Any, tmp_path: Path) -> None:
+    """Decoded weights and branches are planned for; all modes make the same bits."""
+    lora = LoraUse(write_tiny_wan_lora(tmp_path, "t2v", "lora_down", seed=3, rank=16), 0.8)
+    experts = [in_fp8(tmp_path / f"{expert}.safetensors", wan.path("t2v", expert)) for expert in ("high", "low")]
+    loras = (lora,) if name == "t2v" else (lora, lora._replace(model=1, strength=-0.5))
+    files = WanFiles(experts[0], experts[1] if name == "t2v two" else None, torch.bfloat16, loras)
+    found = []
+    for mode, budget in (
+        ("resident", MemoryBudget()),
+        ("stream", MemoryBudget()),
+        ("stream", MemoryBudget(host_bytes=1 * MiB)),
+    ):
+        report = denoise_wan(wan.request(name, files=files, memory_mode=mode, budget=budget), HOST)
+        assert report.memory.measured_peak_bytes <= report.plan.planned_peak_bytes
+        found.append(report.latents)
+        tight = replace(budget, device_bytes=MiB)
+        with pytest.raises(BudgetError) as caught:
+            denoise_wan(wan.request(name, files=files, memory_mode=mode, budget=tight), HOST)
+        tight = replace(budget, device_bytes=caught.value.smallest_bytes)
+        report = denoise_wan(wan.request(name, files=files, memory_mode=mode, budget=tight), HOST)
+        assert report.memory.measured_peak_bytes <= caught.value.smallest_bytes
+        found.append(report.latents)
+    assert all(torch.equal(latents, found[0]) for latents in found)
+    plain = denoise_wan(wan.request(name, files=replace(files, loras=())), HOST).latents
+    assert not torch.equal(plain, found[0])
+
+
+def test_attaching_and_detaching_for_each_step_changes_nothing(wan: Any, tmp_path: Path) -> None:
+    """A run that is stopped and taken up after every step leaves no hooks behind and ends with the same bits."""
+    shelf = ModelShelf()
+    request = wan.request("t2v two", saving=RunSaving(RunStore(tmp_path), SavePolicy(interval_s=0)), **STREAM)
+    expected = denoise_wan(wan.request("t2v two"), HOST).latents
+    hooks: list[int] = []
+    for _ in range(50):
+        try:
+            report = denoise_wan(request, Host(PlainDevices("cpu"), interrupt=StopAt(20)), shelf)
+            break
+        except Stop:
+            modules = [module for one in shelf._held.values() for module in one.module.modules()]
+            hooks.append(sum(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in modules))
+            assert not any("forward" in one.__dict__ for one in modules)
+    assert len(hooks) >= 2
+    assert set(hooks) == {0}
+    assert torch.equal(report.latents, expected)
