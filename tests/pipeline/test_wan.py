@@ -154,7 +154,7 @@ def test_parts_that_do_not_belong_together_are_refused(name: str, mode: str, wan
 
 
 @pytest.mark.parametrize(
-    ("mode", "counts"), [("stream", range(0, 44, 1)), ("disk", range(3, 44, 9)), ("resident", (5, 20))]
+    ("mode", "counts"), [("stream", range(0, 44, 2)), ("disk", range(3, 44, 9)), ("resident", (5, 20))]
 )
 def test_a_run_stopped_at_any_block_goes_on_with_the_same_bits(
     mode: str, counts: Any, wan: Any, tmp_path: Path
@@ -268,13 +268,12 @@ def in_fp8(path: Path, source: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["t2v", "t2v two"])
-def test_quantised_files_and_loras_stay_within_the_plan(name: str, wan: Any, tmp_path: Path) -> None:
+def test_quantised_files_and_loras_stay_within_the_plan(wan: Any, tmp_path: Path) -> None:
     """Decoded weights and branches are planned for; all modes make the same bits."""
     lora = LoraUse(write_tiny_wan_lora(tmp_path, "t2v", "lora_down", seed=3, rank=16), 0.8)
     experts = [in_fp8(tmp_path / f"{expert}.safetensors", wan.path("t2v", expert)) for expert in ("high", "low")]
-    loras = (lora,) if name == "t2v" else (lora, lora._replace(model=1, strength=-0.5))
-    files = WanFiles(experts[0], experts[1] if name == "t2v two" else None, torch.bfloat16, loras)
+    loras = (lora, lora._replace(model=1, strength=-0.5))
+    name, files = "t2v two", WanFiles(experts[0], experts[1], torch.bfloat16, loras)
     found = []
     for mode, budget in (
         ("resident", MemoryBudget()),
