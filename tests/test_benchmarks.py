@@ -47,3 +47,14 @@ def test_passes_in_step_bring_each_block_once(rows: list[dict[str, Any]]) -> Non
     assert len(runs) == 1
     for row in runs:
         assert row[ONE_PASS]["streamed_bytes"] == 2 * row[IN_STEP]["streamed_bytes"]
+
+
+def test_the_record_reaches_its_goals() -> None:
+    """What is written down for real sizes keeps the plan, and reserves at most 5 % more than it allocates."""
+    record = json.loads((ROOT / "benchmarks" / "records" / "denoise_memory.json").read_text(encoding="utf-8"))
+    for row in record["activations"].values():
+        assert row[ONE_PASS]["measured_bytes"] <= row[ONE_PASS]["planned_bytes"] <= row["goal_bytes"]
+    for row in record["whole_denoise"].values():
+        for what, goal in row["goal_bytes"].items():
+            assert row[what]["measured_bytes"] <= row[what]["planned_bytes"] <= goal
+            assert row[what]["reserved_over_allocated"] <= 1.05
