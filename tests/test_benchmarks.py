@@ -58,3 +58,15 @@ def test_the_record_reaches_its_goals() -> None:
         for what, goal in row["goal_bytes"].items():
             assert row[what]["measured_bytes"] <= row[what]["planned_bytes"] <= goal
             assert row[what]["reserved_over_allocated"] <= 1.05
+
+
+def test_the_speed_benchmark_runs_on_a_processor() -> None:
+    """What is timed on a GPU gives equal bits, and a ratio against each baseline, at tiny size."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "denoise_speed.py"), "--tiny"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    for row in json.loads(done.stdout)["sizes"].values():
+        assert row["bits_equal"]
+        assert row["stream_over_floor"] > 0
+        assert row["stream_over_group_offload"] > 0
+        assert row["peak_bytes"]["stream"] <= row["planned_bytes"]["stream"]
