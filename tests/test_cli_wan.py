@@ -203,3 +203,11 @@ def test_loras_on_both_experts(tiny: Path, capsys: pytest.CaptureFixture[str]) -
         found.append(rows[0]["latents_sha256"])
     assert found[0] == found[3]
     assert len(set(found)) == 3
+
+
+def test_saving_can_be_turned_off(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that failed at its end leaves nothing then."""
+    (tmp_path / "folder.mp4").mkdir()
+    runs = ["--runs-folder", str(tmp_path / "runs"), "--no-save"]
+    assert main(["wan", *words(tiny, "wan2.1_t2v_tiny", *runs, "--out", str(tmp_path / "folder.mp4"))]) == 1
+    assert not (tmp_path / "runs").exists()

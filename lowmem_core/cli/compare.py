@@ -29,7 +29,7 @@ def add_compare(commands: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    options.memory_mode, options.resume = RESIDENT, "never"
+    options.memory_mode, options.resume, options.no_save = RESIDENT, "never", True
     host = shell_host(device_of(options.device))
     request, _ = wan_request_of(options, host)
     rows: list[dict[str, Any]] = []

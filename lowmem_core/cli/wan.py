@@ -36,6 +36,7 @@ def add_wan(commands: Any) -> None:
     add_wan_options(wan)
     wan.add_argument("--memory-mode", choices=MEMORY_MODES, default=RESIDENT)
     wan.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on with an unfinished run")
+    wan.add_argument("--no-save", action="store_true", help="do not save the run, so that it cannot go on later")
     wan.add_argument("--out", type=Path, required=True, help="the MP4 to write")
     wan.add_argument("--latents-out", type=Path, help="keep the latents as .latent or .safetensors")
     wan.add_argument("--json", action="store_true", help="print one JSON object")
@@ -126,7 +127,7 @@ def wan_request_of(options: argparse.Namespace, host: Host) -> tuple[WanRequest,
         seed=options.seed,
         memory_mode=options.memory_mode,
         budget=budget,
-        saving=RunSaving(run_store(options.runs_folder), resume=options.resume),
+        saving=None if options.no_save else RunSaving(run_store(options.runs_folder), resume=options.resume),
     )
     return request, vae
 

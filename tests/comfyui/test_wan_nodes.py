@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,8 +211,8 @@ def test_previews_use_the_factors_of_comfyui(pack: types.ModuleType) -> None:
 
 def encoded(nodes: dict[str, Any], **changes: Any) -> tuple[Any, ...]:
     """Return both conditionings of the text node."""
-    inputs = {"prompt": "a cat", "negative_prompt": "blurry", "dtype": "fp32", "cache": False}
-    return run(nodes["LowmemWanTextEncode"], text_encoder_name="umt5_tiny.safetensors", **(inputs | changes))
+    texts = {"text_encoder_name": "umt5_tiny.safetensors", "prompt": "a cat", "negative_prompt": "blurry"}
+    return run(nodes["LowmemWanTextEncode"], **(texts | {"dtype": "fp32", "cache": False} | changes))
 
 
 def test_prompts_become_conditionings(nodes: dict[str, Any]) -> None:
@@ -226,6 +227,16 @@ def test_prompts_become_conditionings(nodes: dict[str, Any]) -> None:
     budget = core("memory").MemoryBudget(device_bytes=15 * 2**20)
     streamed = denoise(nodes, files, empty(16), memory_mode="stream", budget=budget, **told)
     assert torch.equal(denoise(nodes, files, empty(16), **told), streamed)
+
+
+def test_a_pipeline_folder_gives_the_same_embeds(nodes: dict[str, Any]) -> None:
+    """The encoder and the tokenizer of a folder in models/diffusers, found by name."""
+    folder = Path(importlib.import_module("folder_paths").get_folder_paths("diffusers")[0])
+    core("tiny").write_tiny_umt5(folder / "tiny_wan", "diffusers")
+    host = importlib.import_module(f"{PACK}.nodes._comfy_host")
+    assert "diffusers/tiny_wan" in host.text_encoder_names()
+    found, expected = encoded(nodes, text_encoder_name="diffusers/tiny_wan"), encoded(nodes)
+    assert all(torch.equal(ours[0][0], theirs[0][0]) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_a_text_encoder_outside_the_folders_is_refused(nodes: dict[str, Any]) -> None:
