@@ -8,7 +8,7 @@ node calls, with one expert: experts share slots and take turns in the resident 
 Three things differ from a run on a GPU, because tensors have no data: bytes come from a model of the allocator, the
 test for NaN counts without reading the count, and blocks are copied by the streamer's synchronous path, which has the
 same slots. Six of the forty blocks run: they exceed the weight budget already, and the weight bytes planned for all
-forty are asserted to be the same. The baseline is the same streamed run with diffusers' forward in place of the lean one.
+forty are asserted to be the same. The baseline is the same streamed run with diffusers' forward for the lean one.
 """
 
 from __future__ import annotations
