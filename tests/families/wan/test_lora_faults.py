@@ -138,7 +138,7 @@ def test_a_lora_of_another_model_is_refused_with_samples(loaded: LoadedTransform
         applied(loaded, [LoraUse(path, 1)]),
     ):
         pass
-    assert "blocks.0." in caught.value.need
+    assert "blocks.1.cross_attn.q" in caught.value.need
     assert "6 keys: transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight" in caught.value.have
     assert "and 2 more" in caught.value.have
 
