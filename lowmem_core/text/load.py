@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,20 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, RequestError
-from ..load import Encoding, QuantisedLinear, assign_tensors, build_skeleton, encodings_of, quantise_linears
+from ..load import (
+    Encoding,
+    StoredReader,
+    assign_tensors,
+    build_skeleton,
+    encodings_of,
+    quantise_linears,
+    takes_encoding,
+    target_dtypes,
+)
 from ..weights import Checkpoint, TensorLocation
 from ..weights.t5_keys import UMT5_MARK, UMT5_ORIGINAL_MARK, umt5_name
 from .config import Umt5Config
 from .layers import StoredOutput, TokenTable
-from .reader import StoredReader
 from .tokenizer import SPIECE_TENSOR, TOKENIZER_FILES, PromptTokenizer, embedded_tokenizer, open_tokenizer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -121,7 +130,7 @@ def _load_stack(
     places = {name: ours.removeprefix(_STACK) for name, ours in names.items() if name not in tables}
     for name, encoding in encodings.items():
         layer = places.get(name, "").removesuffix(".weight")
-        if not encoding.kind or not _is_linear(stack, layer, encoding):
+        if not encoding.kind or not takes_encoding(stack, layer, encoding):
             continue
         scale = encoding.scale_name
         quantise_linears(stack, {layer: (encoding, None if scale is None else weights[scale].shape)})
@@ -130,7 +139,9 @@ def _load_stack(
         if scale is not None:
             places[scale] = f"{place}.scale"
             scales.discard(scale)
-    reader = StoredReader(weights, encodings, _target_dtypes(stack, wish.dtype), wish.from_disk)
+    reader = StoredReader(
+        weights, encodings, target_dtypes(stack, partial(_dtype_of, dtype=wish.dtype)), wish.from_disk
+    )
     assign_tensors(stack, weights.without(scales | tables), places, reader)
     return stack, reader.locations
 
@@ -190,15 +201,6 @@ def _skeleton(config: Umt5Config) -> Any:
     return stack
 
 
-def _is_linear(stack: nn.Module, layer: str, encoding: Encoding) -> bool:
-    """Return whether ``layer`` is a linear layer whose weight can stay as it is stored."""
-    try:
-        found = stack.get_submodule(layer)
-    except AttributeError:
-        return False
-    return isinstance(found, nn.Linear) and tuple(found.weight.shape) == encoding.shape
-
-
 def _wrapped(stack: nn.Module, layer: str, dtype: torch.dtype) -> str:
     """Wrap ``layer`` if transformers would look at its weight; return the name of the layer that is stored."""
     parent_name, _, leaf = layer.rpartition(".")
@@ -207,17 +209,6 @@ def _wrapped(stack: nn.Module, layer: str, dtype: torch.dtype) -> str:
     parent = stack.get_submodule(parent_name)
     setattr(parent, leaf, StoredOutput(parent.get_submodule(leaf), _dtype_of(layer, dtype)))
     return f"{layer}.stored"
-
-
-def _target_dtypes(stack: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return what each tensor of a skeleton is to be."""
-    targets = {name: _dtype_of(name, dtype) for name in stack.state_dict()}
-    for name, layer in stack.named_modules():
-        if isinstance(layer, QuantisedLinear):
-            targets[f"{name}.weight"] = layer.encoding.storage_dtype
-            if layer.scale is not None:
-                targets[f"{name}.scale"] = torch.float32
-    return targets
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import CheckpointError
-from ...load import Encoding, QuantisedLinear, assign_tensors, build_skeleton, encodings_of, quantise_linears
-from ...load.assign import PLAIN_DTYPES
-from ...load.encodings import FP8_DTYPES, decoded
-from ...load.placeholder import placeholder
-from ...weights import Checkpoint, TensorInfo, TensorLocation, wan_diffusers_name, wan_prefix_of
+from ...load import (
+    Encoding,
+    StoredReader,
+    assign_tensors,
+    build_skeleton,
+    encodings_of,
+    quantise_linears,
+    takes_encoding,
+    target_dtypes,
+)
+from ...weights import Checkpoint, TensorLocation, wan_diffusers_name, wan_prefix_of
 from .config import HEAD_DIM, WanConfig
 
 _DTYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -82,71 +88,10 @@ def load_wan_transformer(
             shape = None if encoding.scale_name is None else weights[encoding.scale_name].shape
             quantise_linears(module, {layer: (encoding, shape)})
             scales -= {encoding.scale_name or ""}
-    reader = _WanReader(checkpoint, encodings, _target_dtypes(module, dtype), from_disk)
+    targets = target_dtypes(module, lambda name: torch.float32 if _is_fp32(name) else dtype)
+    reader = StoredReader(checkpoint, encodings, targets, from_disk)
     assign_tensors(module, weights.without(scales), names, reader)
     return LoadedTransformer(module, config, dtype, checkpoint.source, reader.locations)
-
-
-@dataclass
-class _WanReader:
-    """Reads tensors in every stored form, or notes where they are.
-
-    Attributes:
-        scales: The checkpoint that holds the scales.
-        encodings: How tensors are stored that are not plain.
-        targets: What each tensor of the module is to be, by our name.
-        from_disk: Whether to leave on disk what can be read from there later.
-        locations: What was left there, by our name.
-    """
-
-    scales: Checkpoint
-    encodings: Mapping[str, Encoding]
-    targets: Mapping[str, torch.dtype]
-    from_disk: bool
-    locations: dict[str, TensorLocation] = field(default_factory=dict)
-
-    @property
-    def forms(self) -> str:
-        """What it can read."""
-        return "plain floats, fp8 or packed GGUF types"
-
-    def can_read(self, name: str, info: TensorInfo, wanted: Tensor) -> bool:
-        """Return whether the tensor is plain, encoded in a known way, or stored as the module wants it."""
-        return info.dtype in PLAIN_DTYPES or name in self.encodings
-
-    def read(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors, or placeholders for those that are left on disk."""
-        present: dict[str, str] = {}
-        for name, ours in names.items():
-            location = checkpoint.location(name) if self.from_disk and self._is_direct(name, ours) else None
-            if location is None:
-                present[name] = ours
-                continue
-            self.locations[ours] = location
-            shape = location.shape if self._is_kept(name, ours) else checkpoint[name].unpacked_shape
-            yield ours, placeholder(shape, self.targets[ours])
-        for name, tensor in checkpoint.read_many(present):
-            yield present[name], self._converted(name, present[name], tensor)
-
-    def _is_kept(self, name: str, ours: str) -> bool:
-        """Return whether an encoded tensor stays encoded."""
-        encoding = self.encodings.get(name)
-        return encoding is not None and self.targets[ours] == encoding.storage_dtype
-
-    def _is_direct(self, name: str, ours: str) -> bool:
-        """Return whether the bytes of a tensor need at most a change of dtype."""
-        encoding = self.encodings.get(name)
-        if encoding is None or self._is_kept(name, ours):
-            return True
-        return encoding.scale_name is None and encoding.kind in FP8_DTYPES
-
-    def _converted(self, name: str, ours: str, tensor: Tensor) -> Tensor:
-        """Return the tensor as the module wants it."""
-        encoding, target = self.encodings.get(name), self.targets[ours]
-        if encoding is None or self._is_kept(name, ours):
-            return tensor.to(target)
-        scale = None if encoding.scale_name is None else self.scales.read(encoding.scale_name).float()
-        return decoded(tensor, encoding, scale, target)
 
 
 def _model_path(path: Path) -> Path:
@@ -189,13 +134,7 @@ def _skeleton(config: WanConfig) -> Any:
 
 def _stays_encoded(module: Any, layer: str, name: str, encoding: Encoding) -> bool:
     """Return whether tensor ``name`` is the weight of a linear layer that can stay as it is stored."""
-    if not encoding.kind or name == layer or _is_fp32(layer):
-        return False
-    try:
-        found = module.get_submodule(layer)
-    except AttributeError:
-        return False
-    return isinstance(found, nn.Linear) and tuple(found.weight.shape) == encoding.shape
+    return bool(encoding.kind) and name != layer and not _is_fp32(layer) and takes_encoding(module, layer, encoding)
 
 
 def _is_fp32(name: str) -> bool:
@@ -203,14 +142,3 @@ def _is_fp32(name: str) -> bool:
     from diffusers import WanTransformer3DModel
 
     return not set(WanTransformer3DModel._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
-
-
-def _target_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return what each tensor of a skeleton is to be."""
-    targets = {name: torch.float32 if _is_fp32(name) else dtype for name in module.state_dict()}
-    for name, layer in module.named_modules():
-        if isinstance(layer, QuantisedLinear):
-            targets[f"{name}.weight"] = layer.encoding.storage_dtype
-            if layer.scale is not None:
-                targets[f"{name}.scale"] = torch.float32
-    return targets

@@ -1,18 +1,18 @@
-"""Tensors of a text encoder file as the module wants them: converted, still encoded, or left on disk."""
+"""Tensors of a file as the module wants them: converted, still encoded, or left on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..load import Encoding
-from ..load.assign import PLAIN_DTYPES
-from ..load.encodings import FP8_DTYPES, decoded
-from ..load.placeholder import placeholder
 from ..weights import Checkpoint, TensorInfo, TensorLocation
+from .assign import PLAIN_DTYPES
+from .encodings import FP8_DTYPES, Encoding, decoded
+from .placeholder import placeholder
+from .quantised import QuantisedLinear
 
 
 @dataclass
@@ -75,3 +75,23 @@ class StoredReader:
             return tensor.to(target)
         scale = None if encoding.scale_name is None else self.scales.read(encoding.scale_name).float()
         return decoded(tensor, encoding, scale, target)
+
+
+def takes_encoding(module: nn.Module, layer: str, encoding: Encoding) -> bool:
+    """Return whether ``layer`` of a skeleton is a linear layer whose weight can stay as it is stored."""
+    try:
+        found = module.get_submodule(layer)
+    except AttributeError:
+        return False
+    return isinstance(found, nn.Linear) and tuple(found.weight.shape) == encoding.shape
+
+
+def target_dtypes(module: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> dict[str, torch.dtype]:
+    """Return what each tensor of a skeleton is to be: as it is stored where it stays encoded, else by its name."""
+    targets = {name: dtype_of(name) for name in module.state_dict()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, QuantisedLinear):
+            targets[f"{name}.weight"] = layer.encoding.storage_dtype
+            if layer.scale is not None:
+                targets[f"{name}.scale"] = torch.float32
+    return targets
