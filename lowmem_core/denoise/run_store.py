@@ -10,24 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import RequestError, WriteError
+from ..errors import RequestError
 from ..units import GiB, format_bytes
+from ..weights.safetensors_write import TEMPORARY, write_tensors
 from .fingerprint import Fingerprint, tensor_sha256
 
 STATE_VERSION = 1
 DEFAULT_CAP_BYTES = 4 * GiB
 _SUFFIX = ".run.safetensors"
-_TEMPORARY = ".writing-"
 _STALE_S = 3600.0
 _FIELD = "lowmem_run"
 _log = logging.getLogger("lowmem")
@@ -94,7 +91,7 @@ class RunStore:
             "sha256": _digest(tensors),
         }
         path = self._path(fingerprint.key)
-        _write_tensors(path, tensors, {_FIELD: json.dumps(header)})
+        write_tensors(path, tensors, {_FIELD: json.dumps(header)})
         self._make_room(path)
         return path
 
@@ -148,7 +145,7 @@ class RunStore:
 
     def _make_room(self, kept: Path) -> None:
         """Remove what killed writers left, and the oldest runs beyond the limit, but never ``kept``."""
-        for path in self.folder.glob(f"{_TEMPORARY}*"):
+        for path in self.folder.glob(f"{TEMPORARY}*"):
             if time.time() - _modified(path) > _STALE_S:
                 path.unlink(missing_ok=True)
         sizes = {path: _size(path) for path in self._files()}
@@ -184,63 +181,8 @@ def save_latents(path: Path | str, latents: Tensor, metadata: Mapping[str, str] 
     tensors = {"latents": latents.float()}
     if path.suffix == ".latent":
         tensors = {"latent_tensor": latents.float(), "latent_format_version_0": latents.new_zeros(0).float()}
-    _write_tensors(path, tensors, dict(metadata or {}))
+    write_tensors(path, tensors, metadata)
     return path
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file that is whole as soon as it has its name."""
-    from safetensors.torch import save_file
-
-    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    with _replacing(path) as temporary:
-        save_file(_unshared(plain), str(temporary), metadata)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside ``path``, whose file replaces it at the end."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(_TEMPORARY + uuid.uuid4().hex)
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _flush_folder(path.parent)
-    except OSError as error:
-        raise WriteError(
-            f"{path.name} could not be saved",
-            need=f"a folder that can be written to, and space in it: {path.parent}",
-            have=str(error),
-            remedy="Choose another folder or make room.",
-        ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the system can."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` with copies of those that share memory with an earlier one, which the format refuses."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return result
 
 
 def _header(path: Path) -> dict[str, Any]:

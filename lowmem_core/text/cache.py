@@ -21,7 +21,7 @@ from ..denoise import tensor_sha256
 from ..errors import LowmemError, RequestError
 from ..units import GiB
 from ..weights import Checkpoint
-from .embeds import TEMPORARY, write_whole
+from ..weights.safetensors_write import TEMPORARY, write_tensors
 
 DEFAULT_CACHE_BYTES = 1 * GiB
 _VERSION = 1
@@ -71,7 +71,7 @@ class EmbedsCache:
             WriteError: The folder cannot be written to.
         """
         path = self._path(key)
-        write_whole(path, {_EMBEDS: embeds, _CHECK + tensor_sha256(embeds): embeds.new_zeros(0)})
+        write_tensors(path, {_EMBEDS: embeds, _CHECK + tensor_sha256(embeds): embeds.new_zeros(0)})
         self._make_room(path)
 
     def _path(self, key: str) -> Path:

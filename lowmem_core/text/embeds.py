@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import CheckpointError, RequestError, WriteError
+from ..errors import CheckpointError, RequestError
 from ..load.assign import PLAIN_DTYPES
 from ..weights import Checkpoint, TensorInfo
+from ..weights.safetensors_write import write_tensors
 
-TEMPORARY = ".writing-"
 _PROMPT, _NEGATIVE, _IMAGE = "prompt_embeds", "negative_prompt_embeds", "image_embeds"
 _NAMES = (_PROMPT, _NEGATIVE, _IMAGE)
 _REMEDY = "Encode the prompt again."
@@ -69,49 +66,8 @@ def write_embeds(path: Path | str, embeds: Embeds) -> Path:
     """
     tensors = {_PROMPT: embeds.prompt_embeds, _NEGATIVE: embeds.negative_prompt_embeds, _IMAGE: embeds.image_embeds}
     path = Path(path)
-    write_whole(path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    write_tensors(path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     return path
-
-
-def write_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that has its name only when it is whole.
-
-    Raises:
-        WriteError: It cannot be written.
-    """
-    from safetensors.torch import save
-
-    raw = save({name: _apart(tensor) for name, tensor in tensors.items()}, dict(metadata or {}))
-    temporary = path.with_name(TEMPORARY + uuid.uuid4().hex)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise WriteError(
-            f"{path.name} could not be saved",
-            need=f"a folder that can be written to, and space in it: {path.parent}",
-            have=str(error),
-            remedy="Choose another folder or make room.",
-        ) from error
-    finally:
-        _discard(temporary)
-
-
-def _discard(temporary: Path) -> None:
-    """Remove what a failed write left, where that is possible."""
-    try:
-        temporary.unlink(missing_ok=True)
-    except OSError:
-        return  # the folder itself cannot be used, which has been said
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU: the format refuses tensors that share memory."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _check_names(checkpoint: Checkpoint) -> None:
