@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..load import Encoding
 from ..load.encodings import decoded
+from ..load.rows import read_rows
 from ..weights import Checkpoint
-from .rows import read_rows
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..load.rows import read_rows
 from ..weights import Checkpoint
-from .rows import read_rows
 from .spiece import CONTROL, UNKNOWN, USER_DEFINED, Spiece, parse_spiece
 
 SPIECE_TENSOR = "spiece_model"

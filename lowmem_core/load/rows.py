@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..load.encodings import FP8_DTYPES
 from ..weights import Checkpoint, TensorLocation
+from .encodings import FP8_DTYPES
 
 _DTYPES = {
     "F64": torch.float64,
