@@ -12,6 +12,7 @@ from .budget import MemoryBudget
 from .host_memory import available_host_bytes
 from .ledger import MemoryKind, MemoryLedger, Reservation
 from .meter import MemoryMeter, NullMeter
+from .phase_log import PhaseLog
 from .report import MemoryReport, PhaseReport, format_table
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "MemoryReport",
     "MultiplyAddCounter",
     "NullMeter",
+    "PhaseLog",
     "PhaseReport",
     "ProcessMeter",
     "Reservation",

@@ -32,6 +32,11 @@ class CudaMeter:
         """The most allocated bytes since the last reset."""
         return int(torch.cuda.max_memory_allocated(self.device))
 
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Bytes that torch's allocator holds now."""
+        return int(torch.cuda.memory_reserved(self.device))
+
     def measuring(self) -> AbstractContextManager[None]:
         """Do nothing: the device counts all the time."""
         return nullcontext()

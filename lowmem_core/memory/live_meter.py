@@ -46,6 +46,7 @@ class LiveStorageMeter:
     ) -> None:
         self.device = torch.device(device)
         self.limit_bytes = limit_bytes
+        self._allocator = allocator
         self._storages = LiveStorages(round_to, allocator)
         self._watch = _Watch()
 
@@ -63,6 +64,11 @@ class LiveStorageMeter:
     def peak_bytes(self) -> int:
         """The most device bytes alive after any operator since the last reset."""
         return self._storages.peak(Side.DEVICE)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Bytes that the allocator model holds now, or None without one."""
+        return None if self._allocator is None else self._allocator.reserved_bytes
 
     @property
     def host_live_bytes(self) -> int:

@@ -30,6 +30,10 @@ class MemoryMeter(Protocol):
         """The most bytes in use on the device at once since the last reset."""
 
     @property
+    def reserved_bytes(self) -> int | None:
+        """Bytes that the device's allocator holds now, in use or cached."""
+
+    @property
     def host_live_bytes(self) -> int | None:
         """Bytes in use on the host side now."""
 
@@ -56,6 +60,7 @@ class NullMeter:
     measured_by: str | None = None
     live_bytes: int | None = None
     peak_bytes: int | None = None
+    reserved_bytes: int | None = None
     host_live_bytes: int | None = None
     host_peak_bytes: int | None = None
 

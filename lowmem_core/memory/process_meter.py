@@ -71,6 +71,7 @@ class ProcessMeter:
     """
 
     measured_by: str | None = "rss"
+    reserved_bytes: int | None = None
 
     def __init__(self, sample_seconds: float = SAMPLE_SECONDS) -> None:
         self._sample_seconds = sample_seconds

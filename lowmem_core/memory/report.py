@@ -19,6 +19,9 @@ class PhaseReport:
         measured_peak_bytes: The most device bytes seen, or None if nothing measured.
         measured_by: The meter's method, or None if nothing measured.
         seconds: How long the phase took.
+        moved_bytes: Weight bytes that were brought to the device.
+        allocated_bytes: Device bytes in use when the phase ended, or None if nothing measured.
+        reserved_bytes: Device bytes that the allocator held then, or None where there is none.
     """
 
     name: str
@@ -26,6 +29,21 @@ class PhaseReport:
     measured_peak_bytes: int | None = None
     measured_by: str | None = None
     seconds: float = 0.0
+    moved_bytes: int = 0
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+    def line(self) -> str:
+        """Return the phase as one line of a log."""
+        facts = (
+            ("moved", self.moved_bytes),
+            ("allocated", self.allocated_bytes),
+            ("reserved", self.reserved_bytes),
+            ("peak", self.measured_peak_bytes),
+            ("planned", self.planned_peak_bytes),
+        )
+        figures = "  ".join(f"{name} {'-' if value is None else format_bytes(value)}" for name, value in facts)
+        return f"{self.name:<8}  {figures}  {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ The nodes, the shell and the benchmarks all call these functions; there is no ot
 """
 
 from .decode import BLENDED, DecodeReport, DecodeRequest, decode_to_mp4, meter_for, plan_for
+from .saving import RunSaving
 from .wan import denoise_wan
 from .wan_plan import plan_wan
-from .wan_request import RunSaving, WanReport, WanRequest
+from .wan_request import WanReport, WanRequest
 
 __all__ = [
     "BLENDED",

@@ -13,7 +13,8 @@ from ..host import Host
 from ..memory import MemoryMeter, MemoryReport, PhaseReport
 from ..plan.denoise_plan import STREAM, DenoisePlan
 from .decode import meter_for
-from .wan_plan import may_pin, plan_wan
+from .host_weights import may_pin
+from .wan_plan import plan_wan
 from .wan_request import WanReport, WanRequest, saved_run_of
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def _running(
     from ..place import StreamOptions
 
     transformers, plan, meter = models
-    options = StreamOptions(pinned=may_pin(plan, request.budget), mark_host=meter.host_allocation)
+    streamed_bytes = sum(stream.streamed_bytes for stream in plan.streams)
+    options = StreamOptions(pinned=may_pin(streamed_bytes, request.budget), mark_host=meter.host_allocation)
     modules = [one.module for one in transformers]
     with ExitStack() as stack:
         transformers = stack.enter_context(applied_to_each(transformers, request.files.loras))

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 
 from ..errors import RequestError
 from ..host import Host
-from ..memory import MemoryBudget, available_host_bytes
 from ..plan.denoise_plan import DEFAULT_WEIGHT_BYTES, STREAM, Activations, DenoisePlan, plan_denoise
 from ..plan.wan_activations import LEAN_CHUNK_TOKENS, WanForwardSize, lean_forward_bytes, stock_forward_bytes
 from ..units import MiB
+from .host_weights import weights_source
 from .wan_request import WanRequest
 
 if TYPE_CHECKING:
     from ..families.wan.load import LoadedTransformer
     from ..families.wan.models import ModelShelf
-    from ..plan import WeightInventory
 
-_HOST_SHARE = 0.8
-_PINNED_SHARE = 0.5
 _FLOAT = 4
 _DECODING_BYTES = 16 * MiB
 _HELD_LATENTS = 6
@@ -48,27 +45,7 @@ def plan_wan(request: WanRequest, host: Host, shelf: ModelShelf) -> tuple[Denois
     if request.budget.device_bytes is None and limit is not None:
         weight_limit = max(DEFAULT_WEIGHT_BYTES, *(inventory.smallest_bytes for inventory in inventories))
     plan = plan_denoise(inventories, activations, request.memory_mode, limit, weight_limit)
-    return plan, _source(inventories, request.budget)
-
-
-def _source(inventories: Sequence[WeightInventory], budget: MemoryBudget) -> str:
-    """Return where weights wait: on disk if host memory cannot hold them all."""
-    need = sum(inventory.total_bytes for inventory in inventories)
-    have = budget.host_bytes
-    if have is None:
-        available = available_host_bytes()
-        have = None if available is None else int(available * _HOST_SHARE)
-    return "disk" if have is not None and need > have else "host"
-
-
-def may_pin(plan: DenoisePlan, budget: MemoryBudget) -> bool:
-    """Return whether all streamed blocks may lie in pinned memory."""
-    need = sum(stream.streamed_bytes for stream in plan.streams)
-    have = budget.pinned_bytes
-    if have is None:
-        available = available_host_bytes()
-        have = need if available is None else int(available * _PINNED_SHARE)
-    return need <= have
+    return plan, weights_source(sum(inventory.total_bytes for inventory in inventories), request.budget)
 
 
 def _check(request: WanRequest, transformers: Sequence[LoadedTransformer]) -> None:

@@ -9,30 +9,16 @@ from typing import TYPE_CHECKING, Any
 from ..memory import MemoryBudget, MemoryReport
 from ..plan.denoise_plan import RESIDENT, DenoisePlan
 from ..units import format_bytes
+from .saving import RunSaving
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..denoise import Fingerprint, RunStore, SamplerSettings, SavedRun, SavePolicy
+    from ..denoise import Fingerprint, SamplerSettings, SavedRun
     from ..families.wan.config import WanConfig
     from ..families.wan.models import WanFiles
     from ..families.wan.sampling import Conditioning, Guidance
     from ..shapes import LatentShape
-
-
-@dataclass(frozen=True)
-class RunSaving:
-    """Where and when a run is saved.
-
-    Attributes:
-        store: Where.
-        policy: When; None for every step that comes ten seconds after the last save, and on every stop.
-        resume: ``auto`` or ``never``.
-    """
-
-    store: RunStore
-    policy: SavePolicy | None = None
-    resume: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -120,13 +106,7 @@ class WanReport:
 
 def saved_run_of(request: WanRequest, config: WanConfig) -> SavedRun | None:
     """Return where the run is saved."""
-    from ..denoise import SavedRun, SavePolicy
-
-    saving = request.saving
-    if saving is None:
-        return None
-    mark = fingerprint_of(request, config)
-    return SavedRun(saving.store, mark, saving.policy or SavePolicy(), saving.resume)
+    return None if request.saving is None else request.saving.saved_run(fingerprint_of(request, config))
 
 
 def fingerprint_of(request: WanRequest, config: WanConfig) -> Fingerprint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import BudgetError
@@ -71,7 +72,12 @@ class StreamPlan:
         )
 
 
-def plan_stream(inventory: WeightInventory, limit_bytes: int | None = None, slots: int = SLOTS) -> StreamPlan:
+def plan_stream(
+    inventory: WeightInventory,
+    limit_bytes: int | None = None,
+    slots: int = SLOTS,
+    first: Sequence[int] = (),
+) -> StreamPlan:
     """Keep as many blocks resident as ``limit_bytes`` allows and stream the others.
 
     Resident blocks are spread evenly among the streamed ones, so that a copy always has computation to hide behind.
@@ -80,14 +86,17 @@ def plan_stream(inventory: WeightInventory, limit_bytes: int | None = None, slot
         inventory: The module's bytes.
         limit_bytes: The most weight bytes on the device, slots and root included; None keeps everything resident.
         slots: Slots to stream through.
+        first: Blocks to keep before any other is kept.
 
     Raises:
         BudgetError: Not even the root and the slots fit.
     """
     if limit_bytes is None or inventory.total_bytes <= limit_bytes:
         return _plan(inventory, tuple(range(len(inventory.block_bytes))), 0, limit_bytes)
+    others = [index for index in range(len(inventory.block_bytes)) if index not in set(first)]
     for count in range(len(inventory.block_bytes) - 1, -1, -1):
-        plan = _plan(inventory, _spread(count, len(inventory.block_bytes)), slots, limit_bytes)
+        kept = [*_spread(min(count, len(first)), first), *_spread(max(0, count - len(first)), others)]
+        plan = _plan(inventory, tuple(sorted(kept)), slots, limit_bytes)
         if plan.device_bytes <= limit_bytes:
             return plan
     smallest = inventory.root_bytes + slots * max(inventory.block_bytes, default=0)
@@ -115,6 +124,7 @@ def _plan(inventory: WeightInventory, resident: tuple[int, ...], slots: int, lim
     )
 
 
-def _spread(count: int, total: int) -> tuple[int, ...]:
-    """Return ``count`` of ``total`` indices, evenly spaced."""
-    return tuple(index for index in range(total) if (index + 1) * count // total > index * count // total)
+def _spread(count: int, indices: Sequence[int]) -> list[int]:
+    """Return ``count`` of ``indices``, evenly spaced."""
+    total = len(indices)
+    return [one for place, one in enumerate(indices) if (place + 1) * count // total > place * count // total]
